@@ -1,0 +1,1 @@
+"""Pure decisions: findings to verdicts, verdicts to actions; no I/O, no clock."""

@@ -1,0 +1,1 @@
+"""Records that cross process borders: frozen structs, no I/O."""
