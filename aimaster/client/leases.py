@@ -1,0 +1,34 @@
+"""How long each phase of a member may stay silent, learnt from how long it did. Pure: no clock, no I/O.
+
+A lease is ten times the longest of the last 64 silences of a phase, never below the floor; None until 8 were seen. The very first
+silence of a phase is not counted: it holds imports, compilation and first allocations, and would stretch the lease tenfold.
+"""
+
+from collections import deque
+
+ENOUGH = 8
+REMEMBERED = 64
+FACTOR = 10.0
+
+
+class Leases:
+    """One member's leases, by phase."""
+
+    def __init__(self, floor_seconds: float = 5.0) -> None:
+        self.floor_seconds = floor_seconds
+        self._silences: dict[str, deque[float]] = {}
+
+    def observe(self, phase: str, silence_seconds: float) -> None:
+        """Note that `phase` was followed by the next beat after this long."""
+        known = self._silences.get(phase)
+        if known is None:
+            self._silences[phase] = deque(maxlen=REMEMBERED)
+        else:
+            known.append(silence_seconds)
+
+    def lease_seconds(self, phase: str) -> float | None:
+        """The silence that `phase` is allowed; None while too little is known."""
+        known = self._silences.get(phase)
+        if known is None or len(known) < ENOUGH:
+            return None
+        return max(self.floor_seconds, FACTOR * max(known))
