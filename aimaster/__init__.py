@@ -1,0 +1,1 @@
+"""Elastic training: see faults, find the culprit, re-form around it."""

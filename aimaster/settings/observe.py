@@ -1,0 +1,90 @@
+"""The tables [logging], [profiler] and [validation]: what is watched while the job runs."""
+
+from aimaster.settings.table import Positive, Table
+from aimaster.settings.train_policy import DatasetSettings, RemoteRewardSettings
+
+
+class LoggingSettings(Table, frozen=True, kw_only=True):
+    """Where figures go."""
+
+    logger: tuple[str, ...] = ()
+    """Sinks: console, wandb, tensorboard-like custom fns."""
+    log_interval: Positive = 100
+    """Averaging period."""
+    multi_modal_log_interval: int | None = None
+    """Media period."""
+    project_name: str = "cosmos_rl"
+    """Project."""
+    group_name: str | None = None
+    """Group."""
+    experiment_name: str | None = None
+    """Run name, else output_dir."""
+    report_mfu: bool = False
+    """MFU metric (hidden)."""
+
+
+class SubProfilerSettings(Table, frozen=True, kw_only=True):
+    """What the profiler records."""
+
+    do_profile: bool = False
+    """Set at run time by cosmos-cli."""
+    active_steps: int = 1
+    """Active."""
+    warmup_steps: int = 1
+    """Warm-up."""
+    wait_steps: int = 1
+    """Wait."""
+    rank_filter: tuple[int, ...] = ()
+    """Ranks."""
+    record_shape: bool = False
+    """Shapes."""
+    profile_memory: bool = False
+    """Memory."""
+    with_stack: bool = False
+    """Stacks."""
+    with_modules: bool = False
+    """Modules."""
+
+
+class ProfilerSettings(Table, frozen=True, kw_only=True):
+    """The profiler."""
+
+    enable_profiler: bool = False
+    """Torch profiler."""
+    enable_nsys: bool = False
+    """Nsys hooks."""
+    sub_profiler_config: SubProfilerSettings = SubProfilerSettings()
+    """Its own table."""
+
+
+class ValidationSettings(Table, frozen=True, kw_only=True):
+    """Held-out prompts, scored every so many steps."""
+
+    enable: bool = False
+    """Run validation."""
+    val_before_train: bool = False
+    """Also at step 0."""
+    freq: Positive = 20
+    """Every N steps."""
+    batch_size: int | None = None
+    """Prompts per call."""
+    dataset: DatasetSettings = DatasetSettings()
+    """Its own table."""
+    temperature: float = 0.0
+    """Temperature."""
+    top_p: float | None = None
+    """Nucleus."""
+    top_k: int | None = 1
+    """Top-k."""
+    repetition_penalty: float = 1.0
+    """Penalty."""
+    n_generation: Positive = 1
+    """Completions per prompt."""
+    max_response_length: int | None = None
+    """Cap."""
+    reward_function: dict[str, float] = {}
+    """Rewards; empty = training rewards."""
+    use_remote_reward: bool | None = None
+    """None = same as training."""
+    remote_reward: RemoteRewardSettings | None = None
+    """None = same as training."""

@@ -1,0 +1,126 @@
+"""What would stop a well-formed job here: paths and devices that are absent, and what this runtime does not do.
+
+A dry run shows these as warnings, since it may be read on another machine; a run refuses on any of them.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from aimaster.settings.errors import Problem
+from aimaster.settings.job import JobSettings
+from aimaster.settings.rules import GRPO, Case
+from aimaster.settings.spelling import as_path
+from aimaster.settings.train_policy import GrpoSettings
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+ROWS = ("*.jsonl", "*.parquet")
+
+
+def find_obstacles(case: Case) -> tuple[Problem, ...]:
+    """All of them, in the order of the file."""
+    found = [
+        *_algorithm(case.job),
+        *_batch(case.job),
+        *_resume(case.job),
+        *_dataset(case.job),
+        *_model(case.job),
+        *_devices(case),
+    ]
+    return tuple(Problem(key=key, where=case.origins.get(key, ""), text=text) for key, text in found)
+
+
+def _algorithm(job: JobSettings) -> Iterator[tuple[str, str]]:
+    grpo = job.train.train_policy
+    if not isinstance(grpo, GrpoSettings):
+        yield f"{GRPO}.type", "is understood, but this runtime trains by GRPO only"
+    elif grpo.use_remote_reward:
+        yield f"{GRPO}.use_remote_reward", "is understood, but rewards are scored in worker processes of the job only"
+    if job.distillation.enable:
+        yield "distillation.enable", "is understood, but there is no teacher role in this runtime"
+    if job.policy.is_diffusers:
+        yield "policy.is_diffusers", "is understood, but this runtime trains language models only"
+    if job.policy.lora is not None:
+        yield "policy.lora", "is understood, but this runtime trains all weights"
+    if job.mode != "disaggregated":
+        yield "mode", f"{job.mode} is understood, but every role is a process of its own here"
+
+
+def _batch(job: JobSettings) -> Iterator[tuple[str, str]]:
+    dealt = job.train.train_batch_per_replica * job.policy.parallelism.n_init_replicas
+    if dealt % job.rollout.n_generation:
+        text = f"× policy.parallelism.n_init_replicas = {dealt} answers a step is no whole number of groups"
+        yield "train.train_batch_per_replica", f"{text} of rollout.n_generation = {job.rollout.n_generation}"
+
+
+def _resume(job: JobSettings) -> Iterator[tuple[str, str]]:
+    resume = job.train.resume
+    if isinstance(resume, str) and as_path(resume) is None:
+        yield "train.resume", f'"{resume}" is neither true, false nor an existing path'
+
+
+def _dataset(job: JobSettings) -> Iterator[tuple[str, str]]:
+    policy, name = job.train.train_policy, f"{GRPO}.dataset.name"
+    if job.aimaster.task or not isinstance(policy, GrpoSettings):
+        return
+    given = policy.dataset.local_dir or policy.dataset.name
+    if not given:
+        yield name, "is empty: name a folder or file of JSONL or Parquet rows, or a built-in aimaster.task"
+        return
+    path = as_path(given)
+    if path is None:
+        yield name, f"{given} is not here: name a folder or file of JSONL or Parquet rows"
+        return
+    files = [path] if path.is_file() else sorted(file for pattern in ROWS for file in path.rglob(pattern))
+    if not files:
+        yield name, f"{given} holds neither JSONL nor Parquet files"
+        return
+    for key, column in (
+        ("prompt_column_name", policy.prompt_column_name),
+        ("response_column_name", policy.response_column_name),
+    ):
+        columns = _columns(files[0])
+        if columns is not None and column not in columns:
+            yield f"{GRPO}.{key}", f'"{column}" is no column of {files[0]}, which has {", ".join(sorted(columns))}'
+
+
+def _columns(file: Path) -> set[str] | None:
+    """Columns of the first row; None where they cannot be told without a Parquet reader."""
+    if file.suffix != ".jsonl":
+        return None
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        line = lines.readline(16 * 1024 * 1024)
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return set()
+    return set(row) if isinstance(row, dict) else set()
+
+
+def _model(job: JobSettings) -> Iterator[tuple[str, str]]:
+    key, given = "policy.model_name_or_path", job.policy.model_name_or_path
+    if job.aimaster.model is not None:
+        return
+    path = as_path(given)
+    if path is None:
+        made = "; `make model` makes it" if "smollm2" in given.lower() else ""
+        yield key, f"{given} is not here{made or ': name a folder with config.json, a tokenizer and weights'}"
+    elif not (path / "config.json").is_file():
+        yield key, f"{given} holds no config.json: name a Hugging Face model folder"
+    elif not any(True for pattern in WEIGHTS for _ in path.glob(pattern)):
+        yield key, f"{given} holds no weights ({', '.join(WEIGHTS)}): download them into it"
+
+
+def _devices(case: Case) -> Iterator[tuple[str, str]]:
+    job, total, parts = case.job, 0, []
+    for role, mesh in (("policy", job.policy.parallelism), ("rollout", job.rollout.parallelism)):
+        ranks = mesh.tp_size * mesh.cp_size * mesh.pp_size * mesh.dp_shard_size * mesh.dp_replicate_size
+        total += mesh.n_init_replicas * ranks
+        parts.append(f"{role} {mesh.n_init_replicas} × {ranks}")
+        if case.on_cpu and ranks > 1:
+            yield (
+                f"{role}.parallelism",
+                f"a member of {ranks} ranks needs as many GPUs, and tensors live on the CPU here",
+            )
+    if not case.on_cpu and total > case.gpus:
+        yield "aimaster.device", f"{total} GPUs are needed ({', '.join(parts)}), {case.gpus} are here"

@@ -1,0 +1,320 @@
+"""What values say together: contradictions are problems, and what follows from other keys is changed and said.
+
+Each rule is a generator over a `Case`; it yields a `Wrong`, a `Change`, a `Warn` or a `Note`. Cosmos-RL makes most of
+these changes in silence. Ours are marked in the resolved configuration with what they follow from.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from aimaster.settings.job import JobSettings
+from aimaster.settings.train_policy import GrpoSettings, SftSettings
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rule looks at."""
+
+    job: JobSettings
+    """The configuration so far."""
+    origins: Mapping[str, str]
+    """Keys that somebody gave."""
+    gpus: int
+    """CUDA devices of this machine."""
+
+    @property
+    def grpo(self) -> GrpoSettings | None:
+        """The GRPO table, unless the job is a supervised one."""
+        policy = self.job.train.train_policy
+        return policy if isinstance(policy, GrpoSettings) else None
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether tensors live in main memory."""
+        device = self.job.aimaster.device
+        return device == "cpu" or (device == "auto" and self.gpus == 0)
+
+    def given(self, key: str) -> bool:
+        """Whether somebody set this key."""
+        return key in self.origins
+
+
+class Wrong(msgspec.Struct, frozen=True):
+    """A contradiction."""
+
+    key: str
+    text: str
+
+
+class Change(msgspec.Struct, frozen=True):
+    """A value that follows from others."""
+
+    key: str
+    value: Any
+    text: str
+    """What it follows from; shown as the value's origin."""
+
+
+class Warn(msgspec.Struct, frozen=True):
+    """A value that stands, and is probably not what was meant."""
+
+    key: str
+    text: str
+
+
+class Note(msgspec.Struct, frozen=True):
+    """A value that stands, and what it does here."""
+
+    key: str
+    text: str
+
+
+Outcome = Wrong | Change | Warn | Note
+Rule = Callable[[Case], Iterator[Outcome]]
+GRPO = "train.train_policy"
+
+
+def compile_for_async_tp(case: Case) -> Iterator[Outcome]:
+    if case.job.train.async_tp_enabled and not case.job.train.compile:
+        yield Wrong("train.async_tp_enabled", "needs train.compile = true")
+
+
+def lora(case: Case) -> Iterator[Outcome]:
+    policy, train = case.job.policy, case.job.train
+    if policy.lora is None or case.grpo is None:
+        return
+    if train.compile and not case.on_cpu:
+        yield Wrong("policy.lora", "GRPO with LoRA needs train.compile = false")
+    if policy.parallelism.tp_size > 1:
+        yield Wrong("policy.lora", "GRPO with LoRA needs policy.parallelism.tp_size = 1")
+
+
+def patterns(case: Case) -> Iterator[Outcome]:
+    if case.job.policy.freeze_pattern is not None and case.job.policy.trainable_pattern is not None:
+        yield Wrong("policy.trainable_pattern", "and policy.freeze_pattern exclude each other; keep one")
+
+
+def batches(case: Case) -> Iterator[Outcome]:
+    train, mesh = case.job.train, case.job.policy.parallelism
+    batch, micro = train.train_batch_per_replica, train.train_policy.mini_batch
+    unit = mesh.dp_shard_size * micro
+    if batch % unit:
+        shown = f"policy.parallelism.dp_shard_size × {GRPO}.mini_batch = {mesh.dp_shard_size} × {micro}"
+        yield Wrong("train.train_batch_per_replica", f"{batch} must be a multiple of {shown}")
+    if mesh.pp_size > 1:
+        if micro % mesh.pp_micro_batch_size:
+            yield Wrong(
+                f"{GRPO}.mini_batch", f"{micro} must be a multiple of pp_micro_batch_size = {mesh.pp_micro_batch_size}"
+            )
+        if batch % mesh.pp_micro_batch_size:
+            shown = f"policy.parallelism.pp_micro_batch_size = {mesh.pp_micro_batch_size}"
+            yield Wrong("train.train_batch_per_replica", f"{batch} must be a multiple of {shown}")
+        if train.fsdp_offload:
+            yield Wrong("train.fsdp_offload", "cannot be used with policy.parallelism.pp_size above 1")
+
+
+def checkpoints(case: Case) -> Iterator[Outcome]:
+    ckpt, kept = case.job.train.ckpt, case.job.aimaster.snapshots
+    if ckpt.upload_s3 and not ckpt.s3_bucket:
+        yield Wrong("train.ckpt.upload_s3", "needs train.ckpt.s3_bucket")
+    if kept.flush_every == 0:
+        yield Change("aimaster.snapshots.flush_every", ckpt.save_freq, "follows train.ckpt.save_freq")
+    if kept.keep == 0:
+        yield Change("aimaster.snapshots.keep", ckpt.max_keep, "follows train.ckpt.max_keep")
+    if case.given("train.ckpt.enable_checkpoint") and not ckpt.enable_checkpoint:
+        yield Note(
+            "train.ckpt.enable_checkpoint",
+            "false turns off exports only; state is always kept, for that is what heals the job",
+        )
+
+
+def seeds(case: Case) -> Iterator[Outcome]:
+    train, own = case.job.train, case.job.aimaster
+    if train.deterministic and train.seed is None:
+        yield Change("train.seed", 42, "follows train.deterministic")
+    elif train.seed is not None and not case.given("aimaster.seed") and own.seed != train.seed:
+        yield Change("aimaster.seed", train.seed, "follows train.seed")
+
+
+def dtypes(case: Case) -> Iterator[Outcome]:
+    train = case.job.train
+    if train.transfer_dtype is None:
+        yield Change("train.transfer_dtype", train.master_dtype, "follows train.master_dtype")
+    if case.on_cpu:
+        for key, dtype in (("train.param_dtype", train.param_dtype), ("train.master_dtype", train.master_dtype)):
+            if dtype != "float32":
+                yield Change(key, "float32", "float32 is the only dtype of useful speed on a CPU")
+
+
+def rewards(case: Case) -> Iterator[Outcome]:
+    grpo, validation = case.grpo, case.job.validation
+    if grpo is None:
+        return
+    if not grpo.reward_function:
+        yield Wrong(f"{GRPO}.reward_function", "is empty; name at least one reward")
+    differs = validation.use_remote_reward is not None and validation.use_remote_reward != grpo.use_remote_reward
+    if validation.enable and differs:
+        yield Wrong("validation.use_remote_reward", f"must say the same as {GRPO}.use_remote_reward")
+
+
+def staleness(case: Case) -> Iterator[Outcome]:
+    grpo, interval = case.grpo, case.job.train.sync_weight_interval
+    if grpo is None:
+        return
+    key = f"{GRPO}.allowed_outdated_steps"
+    if grpo.on_policy:
+        if interval != 1:
+            yield Wrong(f"{GRPO}.on_policy", "needs train.sync_weight_interval = 1")
+        elif grpo.allowed_outdated_steps:
+            yield Change(key, 0, f"follows {GRPO}.on_policy")
+    elif grpo.allowed_outdated_steps < interval - 1:
+        yield Change(key, interval - 1, "follows train.sync_weight_interval, which is one more")
+
+
+def throttle(case: Case) -> Iterator[Outcome]:
+    grpo = case.grpo
+    if grpo is None:
+        return
+    least = grpo.allowed_outdated_steps + 1
+    if grpo.max_inflight_steps is not None and grpo.max_inflight_steps < least:
+        yield Change(f"{GRPO}.max_inflight_steps", least, f"is at least {GRPO}.allowed_outdated_steps + 1")
+    if grpo.variant == "dapo" and grpo.outdated_rollout_fetch_batch_size == 0:
+        yield Change(f"{GRPO}.outdated_rollout_fetch_batch_size", 128, f"follows {GRPO}.variant = dapo")
+
+
+def dapo(case: Case) -> Iterator[Outcome]:
+    grpo = case.grpo
+    if grpo is None or grpo.variant != "dapo":
+        return
+    clip = "no clip-higher" if grpo.epsilon_high == grpo.epsilon_low else "clip-higher"
+    overlong = "a" if grpo.overlong_reward.enable_overlong_penalty else "no"
+    yield Note(
+        f"{GRPO}.variant", f"dapo: groups whose rewards do not differ are dropped; {clip}, {overlong} length penalty"
+    )
+
+
+def correction(case: Case) -> Iterator[Outcome]:
+    """Importance correction is on unless the file says otherwise: without it the ratio is 1 and staleness uncorrected."""
+    grpo = case.grpo
+    if grpo is None:
+        return
+    own, decoupled = f"{GRPO}.use_rollout_logprobs_for_loss", f"{GRPO}.use_decoupled_loss"
+    if grpo.use_rollout_logprobs_for_loss and grpo.use_decoupled_loss:
+        yield Wrong(own, f"and {decoupled} exclude each other; keep one")
+        return
+    by_default = not (grpo.use_rollout_logprobs_for_loss or grpo.use_decoupled_loss or case.given(own))
+    if by_default:
+        yield Change(own, True, "on by default here: stale answers are corrected by the engine's own log-probs")
+    if grpo.use_rollout_logprobs_for_loss or grpo.use_decoupled_loss or by_default:
+        source = decoupled if grpo.use_decoupled_loss else own
+        if not grpo.collect_rollout_logprobs:
+            yield Change(f"{GRPO}.collect_rollout_logprobs", True, f"follows {source}")
+        if not grpo.rollout_as_token_ids:
+            yield Change(
+                f"{GRPO}.rollout_as_token_ids", True, f"follows {source}: text may not come back as the same tokens"
+            )
+    elif grpo.aipo_rho is not None:
+        yield Warn(f"{GRPO}.aipo_rho", f"changes nothing without {own} or {decoupled}")
+
+
+def uncentralized(case: Case) -> Iterator[Outcome]:
+    if case.grpo is not None and case.grpo.uncentralized_training and case.grpo.variant != "grpo":
+        yield Wrong(f"{GRPO}.uncentralized_training", f'needs {GRPO}.variant = "grpo"')
+
+
+def distillation(case: Case) -> Iterator[Outcome]:
+    grpo = case.grpo
+    if grpo is None or not case.job.distillation.enable:
+        return
+    if not grpo.rollout_as_token_ids:
+        yield Change(f"{GRPO}.rollout_as_token_ids", True, "follows distillation.enable")
+    if not grpo.bypass_reward:
+        yield Change(f"{GRPO}.bypass_reward", True, "follows distillation.enable")
+
+
+def balancing(case: Case) -> Iterator[Outcome]:
+    policy = case.job.train.train_policy
+    if isinstance(policy, SftSettings) and policy.enable_dp_load_balancing and case.job.train.max_num_steps is None:
+        yield Wrong(f"{GRPO}.enable_dp_load_balancing", "needs train.max_num_steps")
+
+
+def one_temperature(case: Case) -> Iterator[Outcome]:
+    """Cosmos-RL samples at one temperature and divides the trainer's logits by another; here one serves both."""
+    grpo = case.grpo
+    if grpo is None:
+        return
+    own, engine = f"{GRPO}.temperature", "rollout.sampling_config.temperature"
+    sampled = case.job.rollout.sampling_config.temperature
+    if grpo.temperature == sampled:
+        return
+    if case.given(own) and case.given(engine):
+        yield Warn(
+            engine,
+            f"{sampled} differs from {own} = {grpo.temperature}: the trainer's log-probs are not those of the sampler",
+        )
+    elif case.given(own):
+        yield Change(engine, grpo.temperature, f"follows {own}")
+    elif sampled > 0:
+        yield Change(own, sampled, f"follows {engine}")
+    else:
+        yield Wrong(engine, "must be above 0 for training: a greedy answer has no log-prob to correct by")
+
+
+def answer_room(case: Case) -> Iterator[Outcome]:
+    whole, answer = case.job.policy.model_max_length, case.job.rollout.max_response_length
+    if case.given("policy.model_max_length") and answer >= whole:
+        text = f"room for an answer is {whole} − prompt tokens, below rollout.max_response_length = {answer}"
+        yield Note("policy.model_max_length", text)
+
+
+def one_rank_on_cpu(case: Case) -> Iterator[Outcome]:
+    """Cosmos-RL's default is two tensor-parallel ranks; on a CPU a member is one process unless the file asks for more."""
+    if not case.on_cpu:
+        return
+    for table in ("policy.parallelism", "rollout.parallelism", "distillation.parallelism"):
+        if not case.given(f"{table}.tp_size") and look(case.job, f"{table}.tp_size") != 1:
+            yield Change(f"{table}.tp_size", 1, "one rank a member on a CPU")
+
+
+def unused_port(case: Case) -> Iterator[Outcome]:
+    if case.job.redis:
+        yield Note("redis", f"port {case.job.redis} is not used: no redis is started; ports are chosen free")
+
+
+# Told only of keys that somebody gave: a default without effect is no news.
+GPU_ONLY = (
+    "train.optm_impl", "train.fsdp_reduce_dtype", "train.fsdp_offload", "train.fsdp_reshard_after_forward",
+    "train.async_tp_enabled", "train.compile", "train.activation_offload", "train.fa_version", "train.fp8.enable_fp8", "train.fp4.enable_fp4",
+    "rollout.gpu_memory_utilization", "rollout.enable_chunked_prefill", "rollout.enforce_eager", "rollout.quantization",
+    "rollout.vllm_use_flashinfer", "policy.model_gradient_checkpointing", "policy.enable_liger_kernel",
+)  # fmt: skip
+
+
+def no_effect_on_cpu(case: Case) -> Iterator[Outcome]:
+    if case.on_cpu:
+        for key in GPU_ONLY:
+            if case.given(key):
+                yield Note(key, "no effect on a CPU")
+
+
+# Changes first, in an order in which each sees what it follows from.
+RULES: tuple[Rule, ...] = (
+    one_rank_on_cpu, dtypes, seeds, correction, distillation, staleness, throttle, one_temperature, checkpoints,
+    compile_for_async_tp, lora, patterns, batches, rewards, uncentralized, balancing,
+    dapo, answer_room, unused_port, no_effect_on_cpu,
+)  # fmt: skip
+
+
+def look(job: JobSettings, key: str) -> Any:
+    """The value at a dotted path."""
+    value: Any = job
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def changed(table: Any, key: str, value: Any) -> Any:
+    """A copy of a table with one value replaced at a dotted path."""
+    name, _, rest = key.partition(".")
+    return msgspec.structs.replace(table, **{name: changed(getattr(table, name), rest, value) if rest else value})
