@@ -1,0 +1,1 @@
+"""The reinforcement-learning runtime: controller, policy members and rollout members of one asynchronous GRPO run."""

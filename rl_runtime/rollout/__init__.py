@@ -1,0 +1,1 @@
+"""Rollout members: lease prompts, generate completions, reward them, hand them in."""
