@@ -6,6 +6,7 @@ Unknown keys are refused with the nearest name; legacy keys and near-miss boolea
 import difflib
 from collections.abc import Iterator, Sequence
 from functools import cache
+from types import UnionType
 from typing import Any, get_args
 
 import msgspec
@@ -36,7 +37,7 @@ class Checked(msgspec.Struct, kw_only=True):
 @cache
 def tables_of(hint: Any) -> Tables:
     """The table types a hint allows: one, several that `type` chooses from, or none for a plain key."""
-    options = get_args(hint) or (hint,)
+    options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     return tuple(option for option in options if isinstance(option, type) and issubclass(option, Table))
 
 
@@ -127,22 +128,21 @@ def _unknown(table: type[Table], below: Any, path: Sequence[str], checked: Check
         checked.warnings.append(Notice(key=key, where=where, text=f"legacy key, accepted: {text}"))
         return
     near = difflib.get_close_matches(path[-1], fields_of(table), n=1, cutoff=0.6)
-    elsewhere = [known for known in known_keys() if known.split(".")[-1] == path[-1]]
+    by_name = {known.rsplit(".", 1)[-1]: known for known in reversed(list(known_keys()))}
     if near:
         remedy = f"; did you mean {'.'.join([*path[:-1], near[0]])}?"
-    elif elsewhere:
-        remedy = f"; did you mean {elsewhere[0]}?"
     else:
-        far = difflib.get_close_matches(key, list(known_keys()), n=1, cutoff=0.5)
-        remedy = f"; the nearest name is {far[0]}" if far else ""
+        elsewhere = difflib.get_close_matches(path[-1], by_name, n=1, cutoff=0.6)
+        remedy = f"; did you mean {by_name[elsewhere[0]]}?" if elsewhere else ""
     checked.problems.append(Problem(key=key, where=where, text=f"unknown key{remedy}"))
 
 
 def _leaf(below: Any, hint: Any, path: Sequence[str], checked: Checked, values: dict[str, Any]) -> None:
     key, where, shape = ".".join(path), origin_of(below), shape_of(hint)
-    value = below.value if isinstance(below, Given) else plain(below)
-    if isinstance(below, Given) and below.is_text:
-        value = read_text(below.value, shape)
+    if isinstance(below, Given):
+        value = read_text(below.value, shape) if below.is_text else below.value
+    else:
+        value = plain(below, strings=shape.map_of_strings)
     if shape.boolean and isinstance(value, str) and value not in shape.words:
         value = _boolean(value, key, where, checked, keep_path=key == "train.resume", keep_string=shape.string)
     if path[-1] == "dp_shard_size" and value == -1:
@@ -181,11 +181,11 @@ def origin_of(below: Any) -> str:
     return origins[-1] if origins else ""
 
 
-def plain(below: Any) -> Any:
-    """A leaf or a free table without the marks of who gave what."""
+def plain(below: Any, *, strings: bool = False) -> Any:
+    """A leaf or a free table without the marks of who gave what; text stays text where the table holds strings."""
     if not isinstance(below, Given):
-        return {name: plain(item) for name, item in below.items()}
-    return read_text(below.value, shape_of(Any)) if below.is_text else below.value
+        return {name: plain(item, strings=strings) for name, item in below.items()}
+    return read_text(below.value, shape_of(Any)) if below.is_text and not strings else below.value
 
 
 def _shown(value: Any) -> str:

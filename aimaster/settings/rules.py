@@ -131,10 +131,12 @@ def checkpoints(case: Case) -> Iterator[Outcome]:
 
 def seeds(case: Case) -> Iterator[Outcome]:
     train, own = case.job.train, case.job.aimaster
-    if train.deterministic and train.seed is None:
-        yield Change("train.seed", 42, "follows train.deterministic")
-    elif train.seed is not None and not case.given("aimaster.seed") and own.seed != train.seed:
-        yield Change("aimaster.seed", train.seed, "follows train.seed")
+    seed = train.seed
+    if train.deterministic and seed is None:
+        seed = 42
+        yield Change("train.seed", seed, "follows train.deterministic")
+    if seed is not None and not case.given("aimaster.seed") and own.seed != seed:
+        yield Change("aimaster.seed", seed, "follows train.seed")
 
 
 def dtypes(case: Case) -> Iterator[Outcome]:

@@ -23,6 +23,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     string: bool = False
     array: bool = False
     map: bool = False
+    map_of_strings: bool = False
     nothing: bool = False
     words: frozenset[str] = frozenset()
     """The strings of a closed choice."""
@@ -45,8 +46,10 @@ def shape_of(hint: Any) -> Shape:
                 flags["string"] = True
             case msgspec.inspect.NoneType():
                 flags["nothing"] = True
-            case msgspec.inspect.DictType():
-                flags["map"] = True
+            case msgspec.inspect.DictType(value_type=inner):
+                while isinstance(inner, msgspec.inspect.DictType):
+                    inner = inner.value_type
+                flags |= {"map": True, "map_of_strings": isinstance(inner, msgspec.inspect.StrType)}
             case msgspec.inspect.VarTupleType() | msgspec.inspect.TupleType():
                 flags["array"] = True
             case msgspec.inspect.LiteralType(values=values):

@@ -1,0 +1,94 @@
+"""What would stop a well-formed job here is found before anything starts: a dry run warns, a run refuses."""
+
+from pathlib import Path
+
+import pytest
+
+from aimaster.settings import load
+from aimaster.settings.resolve import count_gpus
+
+GRPO = "train.train_policy"
+
+
+def texts(*flags: str, gpus: int = 0) -> dict[str, str]:
+    resolved = load(None, flags, {}, gpus=gpus)
+    return {obstacle.key: obstacle.text for obstacle in resolved.obstacles}
+
+
+@pytest.mark.parametrize("name", ["tiny", "smollm2"])
+def test_the_examples_have_none_of_their_own(root: Path, name: str) -> None:
+    """The shipped examples are well-formed: no warning, and nothing absent but the model that `make model` makes."""
+    resolved = load(root / "examples" / f"{name}.toml", [], {}, gpus=0)
+    assert resolved.warnings == ()
+    assert {obstacle.key for obstacle in resolved.obstacles} <= {"policy.model_name_or_path"}
+    assert all("`make model` makes it" in obstacle.text for obstacle in resolved.obstacles)
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (None, "is not here"),
+        ([], "no config.json"),
+        (["config.json"], "holds no weights"),
+        (["config.json", "model.safetensors"], None),
+        (["config.json", "model.safetensors.index.json"], "holds no weights"),
+    ],
+)
+def test_a_model_folder_needs_a_config_and_weights(tmp_path: Path, files: list[str] | None, said: str | None) -> None:
+    """A model folder that is absent, or lacks its config or weights, is told by what it lacks."""
+    folder = tmp_path / "model"
+    if files is not None:
+        folder.mkdir()
+        for name in files:
+            (folder / name).write_text("{}", encoding="utf-8")
+    text = texts("--policy.model_name_or_path", str(folder)).get("policy.model_name_or_path")
+    assert (text is None) if said is None else (text is not None and said in text)
+
+
+def test_rows_need_the_named_columns(tmp_path: Path) -> None:
+    """A data set that is absent, empty, or lacks a named column is told, with the columns it has."""
+    flags = (
+        "--train.train_policy.prompt_column_name",
+        "question",
+        "--train.train_policy.response_column_name",
+        "answr",
+    )
+    name = f"{GRPO}.dataset.name"
+    folder = tmp_path / "rows"
+    assert "is not here" in texts(*flags, f"--{name}", str(folder))[name]
+    folder.mkdir()
+    assert "neither JSONL nor Parquet" in texts(*flags, f"--{name}", str(folder))[name]
+    (folder / "train.jsonl").write_text('{"question": "1+1", "answer": "2"}\n', encoding="utf-8")
+    found = texts(*flags, f"--{name}", str(folder))
+    assert name not in found
+    assert f"{GRPO}.prompt_column_name" not in found
+    assert "which has answer, question" in found[f"{GRPO}.response_column_name"]
+
+
+def test_a_task_needs_no_data_set() -> None:
+    """A built-in task stands for a data set; without either, both are named."""
+    assert f"{GRPO}.dataset.name" not in texts("--aimaster.task", "sort6")
+    assert "aimaster.task" in texts()[f"{GRPO}.dataset.name"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [
+        (("--train.train_policy.type", "sft"), f"{GRPO}.type"),
+        (("--train.train_policy.use_remote_reward",), f"{GRPO}.use_remote_reward"),
+        (("--distillation.enable",), "distillation.enable"),
+        (("--policy.is_diffusers",), "policy.is_diffusers"),
+        (("--policy.lora.r", "4"), "policy.lora"),
+        (("--mode", "colocated"), "mode"),
+        (("--train.train_batch_per_replica", "10", "--rollout.n_generation", "4"), "train.train_batch_per_replica"),
+    ],
+)
+def test_what_this_runtime_does_not_do_is_told(flags: tuple[str, ...], key: str) -> None:
+    """A job that is well-formed and that this runtime cannot do is told so before it starts, never half done."""
+    assert key in texts(*flags)
+
+
+@pytest.mark.parametrize(("visible", "most"), [("", 0), ("-1", 0), ("0", 1), ("0,1", 2)])
+def test_hidden_devices_do_not_count(visible: str, most: int) -> None:
+    """CUDA_VISIBLE_DEVICES hides devices."""
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": visible}) <= most
