@@ -1,0 +1,179 @@
+"""What a person sees while a run goes on, on stderr: a progress bar on a terminal, one line now and then elsewhere.
+
+Each incident is told once when it is decided and once when training goes on. A wrapped command's own output passes through, line
+by line, with its rank before it where there are several.
+"""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Protocol, TextIO
+
+from aimaster.cli.render import console, figures, headline, seconds
+from aimaster.wire.places import RunPlaces
+from aimaster.wire.status import IncidentStatus, JobStatus
+from aimaster.wire.topology import JobPlan
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+PLAIN_LINE_SECONDS = 10.0
+READ_BYTES = 1 << 20
+
+
+class Display(Protocol):
+    def note(self, text: str) -> None:
+        """One sentence that stays."""
+        ...
+
+    def show(self, status: JobStatus) -> None:
+        """The run now."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class PlainDisplay:
+    """Lines: at most one every ten seconds, and one at each change of state."""
+
+    def __init__(self, stream: TextIO, *, quiet: bool = False) -> None:
+        self._stream = stream
+        self._quiet = quiet
+        """Notes only: a wrapped command speaks for itself."""
+        self._said_at = float("-inf")
+        self._said: tuple[str, int] | None = None
+
+    def note(self, text: str) -> None:
+        print(f"aimaster: {text}", file=self._stream, flush=True)
+
+    def show(self, status: JobStatus) -> None:
+        now = (status.state, status.step)
+        if self._quiet or now == self._said:
+            return
+        changed = self._said is None or now[0] != self._said[0]
+        if changed or status.now - self._said_at >= PLAIN_LINE_SECONDS:
+            self.note(headline(status))
+            self._said, self._said_at = now, status.now
+
+    def close(self) -> None:
+        pass
+
+
+class BarDisplay:
+    """rich's progress bar with the figures after it; notes scroll above."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._console = console(stream)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[figures]}"),
+            console=self._console,
+            transient=False,
+        )
+        self._task: TaskID | None = None
+
+    def note(self, text: str) -> None:
+        self._console.print(f"aimaster: {text}", markup=False)
+
+    def show(self, status: JobStatus) -> None:
+        if self._task is None:
+            self._task = self._progress.add_task(status.name, total=status.steps, figures="")
+            self._progress.start()
+        line = f"{status.name} {status.state}"
+        self._progress.update(self._task, description=line, completed=status.step, figures="  ".join(figures(status)))
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def choose_display(plan: JobPlan, stream: TextIO = sys.stderr) -> Display:
+    """The bar for a job of ours on a terminal, lines for all else."""
+    if plan.kind == "rl" and stream.isatty():
+        return BarDisplay(stream)
+    return PlainDisplay(stream, quiet=plan.kind == "command")
+
+
+class IncidentTeller:
+    """Tells each incident twice: when it is decided, and when the job goes on."""
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+        self._decided: set[str] = set()
+        self._resumed: set[str] = set()
+
+    def tell(self, status: JobStatus) -> None:
+        for incident in status.incidents:
+            if incident.incident not in self._decided and incident.decided_at is not None:
+                self._decided.add(incident.incident)
+                self._display.note(decided_sentence(incident))
+            if incident.incident not in self._resumed and incident.resumed_at is not None:
+                self._resumed.add(incident.incident)
+                self._display.note(resumed_sentence(incident))
+
+
+def decided_sentence(incident: IncidentStatus) -> str:
+    verdict = incident.verdict
+    rank = f" (rank {verdict.culprit.rank})" if verdict.culprit.rank is not None else ""
+    drill = ", a drill" if incident.drill else ""
+    story = verdict.summary or "no sign explains it"
+    return f"incident {incident.incident}{drill}: {incident.subject}{rank} {verdict.category}: {story} -> {incident.action}"
+
+
+def resumed_sentence(incident: IncidentStatus) -> str:
+    after = None if incident.resumed_at is None else max(0.0, incident.resumed_at - incident.occurred_at)
+    return f"incident {incident.incident}: going on {seconds(after)} after it; lost: {incident.lost}"
+
+
+class OutputFollower:
+    """Passes on what the members of a wrapped command print, from where their files stand now."""
+
+    def __init__(self, plan: JobPlan, places: RunPlaces, stream: BinaryIO) -> None:
+        self._stream = stream
+        several = len(plan.members) > 1
+        self._files = [
+            _Tail(
+                places.member(plan.placement[member], member) / "output.log",
+                f"[{member}]: ".encode() if several else b"",
+            )
+            for member in plan.members
+        ]
+
+    def pass_on(self, *, last: bool = False) -> None:
+        """Print what is new; with `last`, an unfinished last line too."""
+        for file in self._files:
+            for line in file.new_lines(last=last):
+                self._stream.write(line)
+        self._stream.flush()
+
+
+class _Tail:
+    def __init__(self, path: Path, prefix: bytes) -> None:
+        self._path = path
+        self._prefix = prefix
+        self._rest = b""
+        try:
+            self._offset = path.stat().st_size
+        except FileNotFoundError:
+            self._offset = 0
+
+    def new_lines(self, *, last: bool) -> list[bytes]:
+        data = b"" if not self._path.exists() else self._read()
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        found = [self._prefix + line + b"\n" for line in lines]
+        if last and self._rest:
+            found.append(self._prefix + self._rest + b"\n")
+            self._rest = b""
+        return found
+
+    def _read(self) -> bytes:
+        with self._path.open("rb") as file:
+            if file.seek(0, 2) < self._offset:
+                self._offset = 0  # truncated or replaced: read it anew
+            file.seek(self._offset)
+            data = file.read(READ_BYTES)
+            self._offset += len(data)
+        return data

@@ -1,0 +1,171 @@
+"""The run folder: which one a command gets, that no two fronts share it, and what is written there before anything starts.
+
+An unfinished run of the same job is resumed; a finished one is kept and a numbered folder begun (`runs/tiny`, `runs/tiny-2`).
+The lock is held for the life of the front; the kernel drops it with the process, so no stale lock is ever in the way.
+"""
+
+import fcntl
+import os
+import secrets
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from aimaster.cli.exits import UsageError
+from aimaster.wire.ids import RunId
+from aimaster.wire.places import RunPlaces
+from aimaster.wire.topology import JobKind
+
+State = Literal["running", "finished", "failed", "stopped"]
+TOKEN_ROLES = ("read", "operate", "member")
+NUMBERED_FOLDERS = 10_000
+
+
+class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of RUN/run.json. Example: run 3f2a9c01, `tiny`, begun twice, finished."""
+
+    run_id: RunId
+    name: str
+    kind: JobKind
+    source: tuple[str, ...]
+    """The TOML file, or the command line."""
+    created_at: float
+    starts: int = 1
+    """Times a front process began or resumed this run."""
+    state: State = "running"
+    """`running` also after the front was killed: then the lock is free."""
+    front_pid: int = 0
+
+
+class RunFolder:
+    """A run folder that this process owns."""
+
+    def __init__(self, places: RunPlaces, info: RunInfo, lock: int, *, resumed: bool) -> None:
+        self.places = places
+        self.info = info
+        self.resumed = resumed
+        self._lock = lock
+
+    def mark(self, state: State) -> None:
+        """Keep how the run stands."""
+        self.info = msgspec.structs.replace(self.info, state=state)
+        write_atomically(self.places.info, msgspec.json.encode(self.info))
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+
+def open_folder(wanted: Path, *, name: str, kind: JobKind, source: tuple[str, ...], now: float) -> RunFolder:
+    """Lock and prepare `wanted`, or the first numbered folder beside it that is free; UsageError when a live run is in it."""
+    for number in range(1, NUMBERED_FOLDERS):
+        run = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        places = RunPlaces(run)
+        try:
+            run.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = os.open(places.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise UsageError(
+                f"the run folder {run} cannot be made: {error.strerror}. Name another with --run-dir."
+            ) from error
+        if not _try_lock(lock):
+            os.close(lock)
+            raise UsageError(
+                f"the run folder {run} is in use by a live run{_holder(places)}. "
+                f"Look at it with `aimaster status --run-dir {run}`, end it with `aimaster stop --run-dir {run}`, "
+                "or name another folder with --run-dir."
+            )
+        before = read_info(places)
+        if before is None and any(entry.name != "lock" for entry in run.iterdir()):
+            os.close(lock)
+            raise UsageError(f"{run} holds files but no run.json: it is not a run folder. Name another with --run-dir.")
+        if before is None or resumable(before, kind, source):
+            return _begin(places, before, lock, name=name, kind=kind, source=source, now=now)
+        os.close(lock)
+    raise UsageError(f"no free run folder beside {wanted}: remove old ones, or name another with --run-dir")
+
+
+def resumable(before: RunInfo, kind: JobKind, source: tuple[str, ...]) -> bool:
+    """Whether the same command goes on in this folder.
+
+    A job of ours resumes whatever it stopped of, a failure too, since its state is kept. A wrapped command keeps its own
+    state: only an interrupted one of the same command line goes on, a failed one is a finished story.
+    """
+    if before.kind != kind or before.state == "finished":
+        return False
+    return kind == "rl" or (before.source == source and before.state in ("running", "stopped"))
+
+
+def _begin(
+    places: RunPlaces,
+    before: RunInfo | None,
+    lock: int,
+    *,
+    name: str,
+    kind: JobKind,
+    source: tuple[str, ...],
+    now: float,
+) -> RunFolder:
+    if before is None:
+        info = RunInfo(
+            run_id=RunId(secrets.token_hex(4)),
+            name=name,
+            kind=kind,
+            source=source,
+            created_at=now,
+            front_pid=os.getpid(),
+        )
+    else:
+        info = msgspec.structs.replace(
+            before, starts=before.starts + 1, state="running", source=source, front_pid=os.getpid()
+        )
+    for folder in (places.logs, places.storage):
+        folder.mkdir(mode=0o700, exist_ok=True)
+    if not places.token.exists():
+        write_atomically(places.token, "".join(f"{role}={secrets.token_hex(32)}\n" for role in TOKEN_ROLES).encode())
+    places.summary.unlink(missing_ok=True)
+    write_atomically(places.info, msgspec.json.encode(info))
+    return RunFolder(places, info, lock, resumed=before is not None)
+
+
+def read_info(places: RunPlaces) -> RunInfo | None:
+    """What stands in run.json, or None where there is none."""
+    try:
+        return msgspec.json.decode(places.info.read_bytes(), type=RunInfo)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise UsageError(f"{places.info} cannot be read: {error}. Name another folder with --run-dir.") from error
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """The whole new content or the whole old one, also after a power cut; readable by the owner alone."""
+    temporary = path.with_name(path.name + ".tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(data)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    os.replace(temporary, path)
+
+
+def write_json(path: Path, record: Any) -> None:
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(record), indent=2))
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _holder(places: RunPlaces) -> str:
+    try:
+        info = read_info(places)
+    except UsageError:
+        info = None
+    return f" (process {info.front_pid})" if info is not None and info.front_pid else ""

@@ -1,0 +1,140 @@
+"""From a command line to a running front: folder, checks, plan, files; then `Front.drive`, then the summary.
+
+Nothing is written before the checks are through, and nothing is started before all files are written.
+"""
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from aimaster.cli.dry_run import print_notices
+from aimaster.cli.exits import UsageError
+from aimaster.cli.front import Front
+from aimaster.cli.front_display import OutputFollower, choose_display
+from aimaster.cli.front_drills import Drill, DrillError, check_drills, parse_drills
+from aimaster.cli.front_folder import RunFolder, open_folder, write_atomically, write_json
+from aimaster.cli.front_plan import PlanError, command_name, plan_command, plan_training
+from aimaster.cli.front_preflight import check_command, check_training
+from aimaster.cli.front_report import print_summary
+from aimaster.cli.reach import RUNS
+from aimaster.clusters.local import Local
+from aimaster.settings import Resolved, to_json
+from aimaster.wire.ids import RunId
+from aimaster.wire.topology import JobPlan
+
+
+def run_training(resolved: Resolved, file: Path, *, run_dir: Path | None, port: int, as_json: bool) -> int:
+    """`aimaster run FILE`."""
+    job = resolved.job
+    refuse_troubles([*map(str, resolved.obstacles), *check_training(job, Path.cwd(), port)])
+    drills = read_drills(job.aimaster.drill)
+    print_notices(resolved, sys.stderr)
+    name = file.stem
+
+    def plan_for(run_id: RunId) -> JobPlan:
+        return plan_training(
+            job,
+            run_id=run_id,
+            name=name,
+            python=sys.executable,
+            cwd=os.getcwd(),
+            front_pid=os.getpid(),
+            steps=job.train.max_num_steps,
+        )
+
+    check_plan(plan_for, drills)
+    folder = open_folder(run_dir or RUNS / name, name=name, kind="rl", source=(str(file.resolve()),), now=time.time())
+    try:
+        write_atomically(folder.places.resolved, to_json(resolved))
+        return conduct(folder, plan_for(folder.info.run_id), drills, port=port, as_json=as_json)
+    finally:
+        folder.close()
+
+
+def run_command(
+    command: Sequence[str],
+    *,
+    run_dir: Path | None,
+    ranks: int | None,
+    max_restarts: int,
+    drill: str,
+    port: int,
+    as_json: bool,
+) -> int:
+    """`aimaster run -- COMMAND`."""
+    refuse_troubles(check_command(command, Path.cwd(), port))
+    drills = read_drills(drill)
+    name = command_name(command)
+
+    def plan_for(run_id: RunId) -> JobPlan:
+        return plan_command(
+            command,
+            run_id=run_id,
+            name=name,
+            cwd=os.getcwd(),
+            front_pid=os.getpid(),
+            ranks=ranks,
+            port=free_port(),
+            max_restarts=max_restarts,
+            environ=os.environ,
+        )
+
+    check_plan(plan_for, drills)
+    folder = open_folder(run_dir or RUNS / name, name=name, kind="command", source=tuple(command), now=time.time())
+    try:
+        return conduct(folder, plan_for(folder.info.run_id), drills, port=port, as_json=as_json)
+    finally:
+        folder.close()
+
+
+def check_plan(plan_for: Callable[[RunId], JobPlan], drills: Sequence[Drill]) -> None:
+    """Whether there is a plan and the drills fit it, before any folder is made."""
+    try:
+        check_drills(drills, plan_for(RunId("unmade")))
+    except (PlanError, DrillError) as error:
+        raise UsageError(str(error)) from error
+
+
+def conduct(folder: RunFolder, plan: JobPlan, drills: Sequence[Drill], *, port: int, as_json: bool) -> int:
+    """Run the plan to its end and print what came of it."""
+    places = folder.places
+    write_json(places.plan, plan)
+    display = choose_display(plan)
+    display.note(f"{'resuming' if folder.resumed else 'run'} {plan.name} in {places.run}")
+    follower = None
+    if plan.kind == "command":
+        # With --json, stdout belongs to the one document.
+        follower = OutputFollower(plan, places, sys.stderr.buffer if as_json else sys.stdout.buffer)
+    front = Front(folder, plan, Local(), display, drills=drills, port=port, follower=follower)
+    try:
+        summary = front.drive()
+    finally:
+        display.close()
+    write_json(places.summary, summary)
+    folder.mark(summary.outcome)
+    print_summary(summary, as_json=as_json)
+    return summary.exit_code
+
+
+def read_drills(text: str) -> tuple[Drill, ...]:
+    try:
+        return parse_drills(text)
+    except DrillError as error:
+        raise UsageError(str(error)) from error
+
+
+def refuse_troubles(troubles: Sequence[str]) -> None:
+    """End with all that is known to fail, in one go."""
+    if troubles:
+        raise UsageError(troubles[0] if len(troubles) == 1 else "\n  ".join([f"{len(troubles)} problems:", *troubles]))
+
+
+def free_port() -> int:
+    """A port that was free just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
