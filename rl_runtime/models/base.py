@@ -33,10 +33,13 @@ class Tokenizer(Protocol):
 class CausalModel(Protocol):
     """A model in two halves, so that logits are made only where they are needed."""
 
-    module: nn.Module
-    """Holds the parameters, under their checkpoint names."""
     max_length: int
     """Longest prompt and completion together."""
+
+    @property
+    def module(self) -> nn.Module:
+        """Return what holds the parameters, under their checkpoint names."""
+        ...
 
     def hidden(self, ids: Tensor) -> Tensor:
         """Return the last hidden states [rows, tokens, width] of right-padded rows."""

@@ -42,7 +42,7 @@ def load_folder(path: str, *, max_length: int) -> Bundle:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ModelFolderError(f"transformers cannot load {folder}: {error}") from error
-    module.eval()  # dropout would make a share's gradient depend on who computes it
+    module.train(mode=False)  # dropout would make a share's gradient depend on who computes it
     longest = int(getattr(module.config, "max_position_embeddings", max_length))
     return Bundle(model=FolderModel(module, min(max_length, longest)), tokenizer=FolderTokenizer(tokenizer))
 

@@ -22,7 +22,9 @@ def uniforms(seeds: Sequence[int], places: Sequence[int]) -> Tensor:
     return torch.from_numpy((_mix(word) >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
-def _mix(word: "np.ndarray[tuple[int, ...], np.dtype[np.uint64]]") -> "np.ndarray[tuple[int, ...], np.dtype[np.uint64]]":
+def _mix(
+    word: "np.ndarray[tuple[int, ...], np.dtype[np.uint64]]",
+) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint64]]":
     word = (word ^ (word >> np.uint64(30))) * _MIX[0]
     word = (word ^ (word >> np.uint64(27))) * _MIX[1]
     return word ^ (word >> np.uint64(31))

@@ -35,7 +35,13 @@ class TinyEngine:
         self.version: Version | None = None
         self._eos = eos
         self._temperature = temperature
-        cache = (shape.num_hidden_layers, slots, shape.num_key_value_heads, shape.max_position_embeddings, shape.head_size)
+        cache = (
+            shape.num_hidden_layers,
+            slots,
+            shape.num_key_value_heads,
+            shape.max_position_embeddings,
+            shape.head_size,
+        )
         self._keys = torch.zeros(cache)
         self._values = torch.zeros(cache)
         self._cos, self._sin = rotary_tables(shape)
@@ -125,7 +131,7 @@ class TinyEngine:
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values [..., heads, head size] of the joint product."""
         heads, groups = self.shape.num_attention_heads, self.shape.num_key_value_heads
-        parts = projected.unflatten(-1, (heads + 2 * groups, self.shape.head_size))
+        parts = projected.view(*projected.shape[:-1], heads + 2 * groups, self.shape.head_size)
         return parts[..., :heads, :], parts[..., heads : heads + groups, :], parts[..., heads + groups :, :]
 
     def _feed_forward(self, x: Tensor, layer: _Layer) -> Tensor:
