@@ -14,18 +14,23 @@ REARM_SECONDS: Final = 1.0
 """Arming starts a thread, so the fence is moved at most this often; but at once where it must move further away."""
 
 
-def fence_seconds(lease_seconds: float | None, *, startup_hang_seconds: float, group_timeout_seconds: float) -> float:
+def fence_seconds(
+    lease_seconds: float | None, *, startup_hang_seconds: float, group_timeout_seconds: float, leases: float = LEASES
+) -> float:
     """How long the training thread may be silent before the member ends itself."""
     if lease_seconds is None:
         return max(startup_hang_seconds, GROUP_TIMEOUTS * group_timeout_seconds)
-    return max(LEASES * lease_seconds, GROUP_TIMEOUTS * group_timeout_seconds)
+    return max(leases * lease_seconds, GROUP_TIMEOUTS * group_timeout_seconds)
 
 
 class Fence:
     """One per process: faulthandler keeps a single timer."""
 
-    def __init__(self, stacks: TextIO, *, startup_hang_seconds: float, group_timeout_seconds: float) -> None:
+    def __init__(
+        self, stacks: TextIO, *, startup_hang_seconds: float, group_timeout_seconds: float, leases: float = LEASES
+    ) -> None:
         self._stacks = stacks
+        self._leases = leases
         self._startup_hang_seconds = startup_hang_seconds
         self._group_timeout_seconds = group_timeout_seconds
         self._armed_at = float("-inf")
@@ -37,6 +42,7 @@ class Fence:
             lease_seconds,
             startup_hang_seconds=self._startup_hang_seconds,
             group_timeout_seconds=self._group_timeout_seconds,
+            leases=self._leases,
         )
         if now - self._armed_at < REARM_SECONDS and now + seconds <= self._deadline + REARM_SECONDS:
             return

@@ -1,7 +1,7 @@
 """How long each phase of a member may stay silent, learnt from how long it did. Pure: no clock, no I/O.
 
-A lease is ten times the longest of the last 64 silences of a phase, never below the floor; None until 8 were seen. The very first
-silence of a phase is not counted: it holds imports, compilation and first allocations, and would stretch the lease tenfold.
+A lease is ten times (`factor`) the longest of the last 64 silences of a phase, never below the floor; None until 8 were seen. The
+very first silence of a phase is not counted: it holds imports, compilation and first allocations, and would stretch the lease.
 """
 
 from collections import deque
@@ -14,8 +14,9 @@ FACTOR = 10.0
 class Leases:
     """One member's leases, by phase."""
 
-    def __init__(self, floor_seconds: float = 5.0) -> None:
+    def __init__(self, floor_seconds: float = 5.0, factor: float = FACTOR) -> None:
         self.floor_seconds = floor_seconds
+        self.factor = factor
         self._silences: dict[str, deque[float]] = {}
 
     def observe(self, phase: str, silence_seconds: float) -> None:
@@ -26,9 +27,13 @@ class Leases:
         else:
             known.append(silence_seconds)
 
+    def seen(self, phase: str) -> int:
+        """How many silences of the phase count."""
+        return len(self._silences.get(phase, ()))
+
     def lease_seconds(self, phase: str) -> float | None:
         """The silence that `phase` is allowed; None while too little is known."""
         known = self._silences.get(phase)
         if known is None or len(known) < ENOUGH:
             return None
-        return max(self.floor_seconds, FACTOR * max(known))
+        return max(self.floor_seconds, self.factor * max(known))

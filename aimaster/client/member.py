@@ -6,8 +6,8 @@ import signal
 from pathlib import Path
 from typing import TextIO
 
-from aimaster.client.fence import Fence
-from aimaster.client.leases import Leases
+from aimaster.client.fence import LEASES, Fence
+from aimaster.client.leases import FACTOR, Leases
 from aimaster.client.progress import Progress
 from aimaster.wire.ids import MemberId, NodeId
 from aimaster.wire.places import (
@@ -26,7 +26,13 @@ _reporter: Progress | None = None
 _stacks: TextIO | None = None
 
 
-def start_member(*, group_timeout_seconds: float = 10.0, fence: bool = True) -> Progress:
+def start_member(
+    *,
+    group_timeout_seconds: float = 10.0,
+    lease_factor: float = FACTOR,
+    fence_leases: float = LEASES,
+    fence: bool = True,
+) -> Progress:
     """Announce this process as the member named in the environment; outside a run the Progress returned tells nobody.
 
     SIGUSR2 then writes the stacks of all threads into the member's stacks.txt, whatever holds the GIL.
@@ -39,8 +45,14 @@ def start_member(*, group_timeout_seconds: float = 10.0, fence: bool = True) -> 
     stacks = _register_dumps(MemberId(member))
     guard = None
     if fence and stacks is not None:
-        guard = Fence(stacks, startup_hang_seconds=startup_hang_seconds, group_timeout_seconds=group_timeout_seconds)
-    return Progress(progress_file(Path(memory), MemberId(member)), leases=Leases(floor_seconds), fence=guard)
+        guard = Fence(
+            stacks,
+            startup_hang_seconds=startup_hang_seconds,
+            group_timeout_seconds=group_timeout_seconds,
+            leases=fence_leases,
+        )
+    leases = Leases(floor_seconds, lease_factor)
+    return Progress(progress_file(Path(memory), MemberId(member)), leases=leases, fence=guard)
 
 
 def report_progress(step: int, phase: str = "compute") -> None:

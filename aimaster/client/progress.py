@@ -31,8 +31,8 @@ _HEAD: Final = struct.Struct("<8sIIQ")
 """magic, version, pid, sequence"""
 _SEQUENCE: Final = struct.Struct("<Q")
 _SEQUENCE_AT: Final = 16
-_BODY: Final = struct.Struct("<QddqqdQ32s")
-"""beats, monotonic, wall, step, lineage, lease hint (0: not learnt), thread of the last beat, phase"""
+_BODY: Final = struct.Struct("<QddqqdQQ32s")
+"""beats, monotonic, wall, step, lineage, lease hint (0: not learnt), silences it rests on, thread of the last beat, phase"""
 _READ_TRIES: Final = 50
 
 
@@ -52,6 +52,8 @@ class ProgressReading:
     phase: str
     lease_hint_seconds: float | None
     """What the member has learnt for this phase; None while unlearnt."""
+    seen: int
+    """How many silences of this phase the member has been through, its very first one not counted."""
     thread: int
     """`threading.get_ident()` of the thread that beat, as faulthandler prints it."""
 
@@ -105,7 +107,7 @@ class Progress:
         _SEQUENCE.pack_into(memory, _SEQUENCE_AT, self._sequence + 1)
         _BODY.pack_into(
             memory, _HEAD.size, self._beats, now, time.time(), self.step, self.lineage,
-            lease_seconds or 0.0, threading.get_ident(), self.phase.encode()[:32],
+            lease_seconds or 0.0, self.leases.seen(self.phase), threading.get_ident(), self.phase.encode()[:32],
         )  # fmt: skip
         self._sequence += 2
         _SEQUENCE.pack_into(memory, _SEQUENCE_AT, self._sequence)
@@ -134,7 +136,7 @@ def read_progress(path: os.PathLike[str] | str) -> ProgressReading | None:
 
 
 def _reading(pid: int, record: bytes) -> ProgressReading:
-    beats, monotonic, wall, step, lineage, lease, thread, phase = _BODY.unpack_from(record, _HEAD.size)
+    beats, monotonic, wall, step, lineage, lease, seen, thread, phase = _BODY.unpack_from(record, _HEAD.size)
     return ProgressReading(
         pid=pid,
         beats=beats,
@@ -144,6 +146,7 @@ def _reading(pid: int, record: bytes) -> ProgressReading:
         lineage=lineage,
         phase=phase.rstrip(b"\0").decode(errors="replace"),
         lease_hint_seconds=lease or None,
+        seen=seen,
         thread=thread,
     )
 

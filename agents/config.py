@@ -1,0 +1,89 @@
+"""What the agent is told: by its command line, the run's plan and resolved configuration, and AIMASTER_AGENT__* for its own pace."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from aimaster import settings
+from aimaster.wire.places import RunPlaces
+from aimaster.wire.topology import JobPlan
+
+ENV_PREFIX = "AIMASTER_AGENT__"
+
+
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """How often the agent looks, and how long it waits. Each is set by AIMASTER_AGENT__NAME in capitals."""
+
+    progress_seconds: float = 0.25
+    """Between two readings of the members' progress and logs."""
+    look_seconds: float = 1.0
+    """Between the first two looks at a silent member."""
+    pulse_seconds: float = 1.0
+    """Between two pictures sent to the master."""
+    sensor_seconds: float = 5.0
+    """Between two readings of the machine."""
+    reconnect_seconds: float = 2.0
+    """Longest pause before the master is tried again; the real one is random up to this."""
+    exit_seconds: float = 2.0
+    """How long to wait for a shim to say how its member ended."""
+    dump_seconds: float = 2.0
+    """How long to wait for a stack dump."""
+    end_seconds: float = 8.0
+    """How long members may take to stop when the front process is gone."""
+
+
+class Keeping(msgspec.Struct, frozen=True, kw_only=True):
+    """How snapshots are kept on storage and at the peer."""
+
+    storage: str
+    """Folder or mount."""
+    keep: int = 3
+    """Checkpoints on storage; -1 keeps all."""
+    keep_every: int = 0
+    """A checkpoint of each so-many-th step stays; 0: none."""
+    replicate_every: int = 1
+    """Each so-many-th step is copied to a peer; 0: never."""
+
+
+def read_pace(environment: Mapping[str, str]) -> Pace:
+    """Defaults, overridden by the environment; raises msgspec.ValidationError with the name that is wrong."""
+    given = {name[len(ENV_PREFIX) :].lower(): text for name, text in environment.items() if name.startswith(ENV_PREFIX)}
+    unknown = sorted(set(given) - {field.name for field in msgspec.structs.fields(Pace)})
+    if unknown:
+        raise msgspec.ValidationError(f"no setting {ENV_PREFIX}{unknown[0].upper()}; see `aimaster-agent --help`")
+    return msgspec.convert(given, Pace, strict=False)
+
+
+def read_plan(places: RunPlaces) -> JobPlan:
+    """The plan of the run; raises FileNotFoundError or msgspec.ValidationError."""
+    return msgspec.json.decode(places.plan.read_bytes(), type=JobPlan)
+
+
+def read_keeping(places: RunPlaces) -> Keeping:
+    """From the resolved configuration where there is one (a wrapped command has none)."""
+    try:
+        snapshots = settings.from_json(places.resolved.read_bytes()).aimaster.snapshots
+    except FileNotFoundError:
+        return Keeping(storage=os.fspath(places.storage))
+    return Keeping(
+        storage=snapshots.storage or os.fspath(places.storage),
+        keep=snapshots.keep or 3,
+        keep_every=snapshots.keep_every,
+        replicate_every=snapshots.replicate_every,
+    )
+
+
+def read_token(path: Path, role: str) -> str | None:
+    """The secret of a role out of the run's token file; None where there is none."""
+    return read_tokens(path).get(role)
+
+
+def read_tokens(path: Path) -> dict[str, str]:
+    """Role to secret; empty where there is no file, which only a run without secrets has."""
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+    except FileNotFoundError:
+        return {}
+    return dict(line.strip().split("=", 1) for line in lines if "=" in line)

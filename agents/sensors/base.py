@@ -1,0 +1,22 @@
+"""The one shape of all sensors, so that the daemon, `--once` and the tests drive the same code."""
+
+from typing import Protocol
+
+from aimaster.wire.health import Reading
+
+
+class Sensor(Protocol):
+    """Reads one kind of fact of this node."""
+
+    name: str
+    """A word from a closed set, used as a label."""
+    interval_seconds: float
+    """How often it is worth reading."""
+
+    def supported(self) -> str:
+        """Empty where it can be read here, else the reason why not. Asked once."""
+        ...
+
+    def read(self, now: float) -> list[Reading]:
+        """The facts now (`now` in Unix seconds). Never raises for what may be missing on a machine: that is a reading's state."""
+        ...

@@ -1,0 +1,404 @@
+"""The members of this node: started through the shim, adopted after a restart, known to be dead within milliseconds, ended as a tree.
+
+A member's folder holds all that a restarted agent needs: spec.json (what was ordered), pid.json (who it became, written by the shim
+before it runs), exit.json (how it ended). A member that is found dead at adoption is reported like one that dies now.
+
+    ordered -> spec.json -> shim -> pid.json -> running -> exit.json -> reported
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import structlog
+
+from agents import shim
+from agents.config import Pace
+from agents.sensors.process import identify
+from aimaster.wire import places
+from aimaster.wire.ids import Incarnation, MemberId, NodeId, RunId
+from aimaster.wire.messages import AgentEvent, MemberExited, MemberStarted
+from aimaster.wire.places import RunPlaces
+from aimaster.wire.topology import MemberSpec, ProcessId
+
+START_SECONDS = 20.0
+"""From the shim's start to pid.json; a machine under load takes long to start an interpreter."""
+_POLL_SECONDS = 0.003
+log = structlog.get_logger()
+T = TypeVar("T")
+
+
+class Ordered(msgspec.Struct, frozen=True, kw_only=True):
+    """spec.json: a start as it was ordered."""
+
+    spec: MemberSpec
+    incarnation: Incarnation
+    cookie: str
+    """Marks the whole process tree of this start."""
+    log_offset: int
+    """Length of output.log before this start."""
+    stacks_offset: int
+    """Length of stacks.txt before this start."""
+    stopping: bool = False
+    """A stop was ordered: its end is expected."""
+    reported: bool = False
+    """Its end is in the outbox."""
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True):
+    """pid.json, written by the shim."""
+
+    incarnation: int
+    member: ProcessId
+    shim: ProcessId
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """exit.json, written by the shim."""
+
+    incarnation: int
+    exit_code: int | None
+    signal: int | None
+    at: float
+
+
+class Observer(Protocol):
+    """Who wants to know of members; called on the event loop, in this order of a life."""
+
+    def started(self, member: "Member") -> None: ...
+    def died(self, member: "Member", at: float) -> None: ...
+    def exit_report(self, member: "Member", exit_code: int | None, number: int | None, at: float) -> MemberExited: ...
+
+
+class Member:
+    """One member of this node, alive or ended."""
+
+    def __init__(self, folder: Path, ordered: Ordered) -> None:
+        self.folder = folder
+        self.ordered = ordered
+        self.process: ProcessId | None = None
+        self.shim: ProcessId | None = None
+        self.ended = asyncio.Event()
+        self._pidfd = -1
+
+    @property
+    def name(self) -> MemberId:
+        return self.ordered.spec.member
+
+    @property
+    def spec(self) -> MemberSpec:
+        return self.ordered.spec
+
+    @property
+    def incarnation(self) -> Incarnation:
+        return self.ordered.incarnation
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and not self.ended.is_set()
+
+    def change(self, **fields: Any) -> None:
+        """Write spec.json anew with these fields changed."""
+        self.ordered = msgspec.structs.replace(self.ordered, **fields)
+        with contextlib.suppress(OSError):  # a full disk: true in memory, at worst reported twice after a restart
+            shim.write_whole(f"{self.folder}/spec.json", msgspec.json.encode(self.ordered).decode())
+
+    def send(self, number: int) -> bool:
+        """Signal the main process, if it still is this one."""
+        if self._pidfd < 0:
+            return False
+        try:
+            signal.pidfd_send_signal(self._pidfd, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def watch(self, callback: Callable[[], None]) -> bool:
+        """Call back once at its death; False when it is dead already."""
+        if self.process is None:
+            return False
+        descriptor = shim.open_process(self.process.pid, self.process.start_ticks)
+        if descriptor is None:
+            return False
+        self._pidfd = descriptor
+        asyncio.get_running_loop().add_reader(descriptor, callback)
+        return True
+
+    def unwatch(self) -> None:
+        if self._pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+
+class RefusedError(Exception):
+    """An order that cannot be carried out as it stands; the message is the outcome's detail."""
+
+
+class Trainer:
+    """Starts, adopts and ends members; reports through `report`, tells `observer`."""
+
+    def __init__(
+        self,
+        run: RunPlaces,
+        run_id: RunId,
+        node: NodeId,
+        *,
+        pace: Pace,
+        front: ProcessId | None,
+        report: Callable[[AgentEvent, float], None],
+        observer: Observer,
+        spawn: Callable[[str, Coroutine[Any, Any, None]], None],
+    ) -> None:
+        self.members: dict[MemberId, Member] = {}
+        self._run = run
+        self._run_id = run_id
+        self._node = node
+        self._folder = run.node(node)
+        self._memory = places.node_memory(run_id, node)
+        self._pace = pace
+        self._front = front
+        self._report = report
+        self._observer = observer
+        self._spawn = spawn
+        self._shims: set[int] = set()
+
+    # -- a life ------------------------------------------------------------------------------------------------------
+
+    def adopt(self) -> None:
+        """Take over what an earlier agent of this node started, dead or alive."""
+        for path in sorted(self._folder.glob("members/*/spec.json")):
+            try:
+                ordered = msgspec.json.decode(path.read_bytes(), type=Ordered)
+            except (OSError, msgspec.MsgspecError) as error:
+                log.warning("member_not_adopted", file=str(path), error=str(error))
+                continue
+            member = Member(path.parent, ordered)
+            self.members[member.name] = member
+            if ordered.reported:
+                member.ended.set()
+            else:
+                self._spawn(f"adopt {member.name}", self._take_over(member))
+
+    async def start(self, spec: MemberSpec, incarnation: Incarnation) -> str:
+        """Start the member, or say what became of that very start before. Raises RefusedError for an older incarnation."""
+        known = self.members.get(spec.member)
+        if known is not None and known.incarnation >= incarnation:
+            if known.incarnation > incarnation:
+                raise RefusedError(f"incarnation {incarnation} is past: {spec.member} is at {known.incarnation}")
+            return "runs already" if not known.ended.is_set() else "ran and ended"
+        if known is not None and not known.ended.is_set():
+            await self.end_tree(known)
+        member = self._prepare(spec, incarnation)
+        self.members[spec.member] = member
+        self._start_shim(member)
+        await self._take_over(member, adopted=False)
+        return "started" if member.process is not None else "did not start"
+
+    def _prepare(self, spec: MemberSpec, incarnation: Incarnation) -> Member:
+        folder = self._run.member(self._node, spec.member)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name in ("pid.json", "exit.json", "exit.json.new"):
+            (folder / name).unlink(missing_ok=True)
+        places.progress_file(self._memory, spec.member).unlink(missing_ok=True)
+        ordered = Ordered(
+            spec=spec,
+            incarnation=incarnation,
+            cookie=f"{self._run_id}.{self._node}.{spec.member}.{incarnation}",
+            log_offset=_size(folder / "output.log"),
+            stacks_offset=_size(folder / "stacks.txt"),
+        )
+        member = Member(folder, ordered)
+        shim.write_whole(f"{folder}/spec.json", msgspec.json.encode(ordered).decode())
+        return member
+
+    def _start_shim(self, member: Member) -> None:
+        front = "-" if self._front is None else f"{self._front.pid}:{self._front.start_ticks}"
+        words = [sys.executable, "-I", "-S", shim.__file__, str(member.folder), str(self._folder / "agent.pid.json"), front]
+        words += [member.ordered.cookie, str(member.incarnation), member.spec.cwd or "-", *member.spec.argv]
+        with (member.folder / "output.log").open("ab") as output:
+            process = subprocess.Popen(
+                words, env=self._environment(member), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            )
+        # Its exit is reaped here for as long as this agent lives; after that, whoever adopts orphans does it.
+        member.shim = identify(process.pid)
+        descriptor = os.pidfd_open(process.pid)
+        self._shims.add(descriptor)
+        asyncio.get_running_loop().add_reader(descriptor, self._reap, descriptor, process)
+
+    def _reap(self, descriptor: int, process: "subprocess.Popen[bytes]") -> None:
+        asyncio.get_running_loop().remove_reader(descriptor)
+        self._shims.discard(descriptor)
+        os.close(descriptor)
+        process.wait(timeout=1.0)
+
+    def _environment(self, member: Member) -> dict[str, str]:
+        spec = member.spec
+        told = {
+            places.ENV_RUN_DIR: str(self._run.run),
+            places.ENV_RUN_ID: self._run_id,
+            places.ENV_NODE: self._node,
+            places.ENV_NODE_DIR: str(self._folder),
+            places.ENV_NODE_MEMORY: str(self._memory),
+            places.ENV_MEMBER: spec.member,
+            places.ENV_ROLE: spec.role,
+            places.ENV_RANK: str(spec.rank),
+            places.ENV_INCARNATION: str(member.incarnation),
+            places.ENV_STARTUP_HANG_SECONDS: str(spec.startup_hang_seconds),
+            places.ENV_LEASE_FLOOR_SECONDS: str(spec.lease_floor_seconds),
+        }
+        return {"PYTHONUNBUFFERED": "1"} | dict(os.environ) | spec.env | told
+
+    async def _take_over(self, member: Member, *, adopted: bool = True) -> None:
+        """From spec.json to a watched process; one that is dead already is reported."""
+        started = await self._wait_for_start(member)
+        if started is None:
+            await self._finish(member)
+            return
+        member.process, member.shim = started.member, started.shim
+        if started.member.boot_id != shim.boot_id() or not member.watch(lambda: self._died(member)):
+            await self._finish(member)
+            return
+        self._observer.started(member)
+        now = time.time()
+        event = MemberStarted(member=member.name, incarnation=member.incarnation, process=started.member, adopted=adopted)
+        self._report(event, now)
+
+    async def _wait_for_start(self, member: Member) -> Started | None:
+        """pid.json of this start. A shim that ended without one never started its member."""
+        deadline = time.monotonic() + START_SECONDS
+        look_at_shim = time.monotonic()
+        while time.monotonic() < deadline:
+            gone = False
+            if time.monotonic() >= look_at_shim:
+                gone = await asyncio.to_thread(_shim_gone, member)
+                look_at_shim = time.monotonic() + 0.2
+            found = _read(member.folder / "pid.json", Started)
+            if found is not None and found.incarnation == member.incarnation:
+                return found
+            if gone:
+                return None
+            await asyncio.sleep(_POLL_SECONDS)
+        return None
+
+    def _died(self, member: Member) -> None:
+        member.unwatch()
+        self._observer.died(member, time.time())
+        self._spawn(f"end of {member.name}", self._finish(member))
+
+    async def _finish(self, member: Member) -> None:
+        """Find out how it ended, report that, and clear what it left behind."""
+        seen_at = time.time()
+        ended = await self._wait_for_exit(member)
+        exit_code, number, at = (ended.exit_code, ended.signal, ended.at) if ended else (None, None, seen_at)
+        event = self._observer.exit_report(member, exit_code, number, at)
+        self._report(event, at)
+        member.change(reported=True)
+        member.ended.set()
+        log.info("member_ended", member=member.name, incarnation=member.incarnation, exit_code=exit_code, signal=number)
+        if member.process is not None and not member.ordered.stopping:
+            await asyncio.to_thread(shim.kill_tree, member.process.pid, member.ordered.cookie)
+
+    async def _wait_for_exit(self, member: Member) -> Ended | None:
+        deadline = time.monotonic() + self._pace.exit_seconds
+        while True:
+            keeper = member.shim
+            over = keeper is None or shim.start_ticks(keeper.pid) != keeper.start_ticks or time.monotonic() > deadline
+            found = _read(member.folder / "exit.json", Ended)
+            if found is not None and found.incarnation == member.incarnation:
+                return found
+            if over:
+                return None
+            await asyncio.sleep(_POLL_SECONDS)
+
+    # -- ends --------------------------------------------------------------------------------------------------------
+
+    def find(self, name: MemberId, incarnation: Incarnation) -> Member:
+        """The member, if it is this incarnation; raises RefusedError."""
+        member = self.members.get(name)
+        if member is None:
+            raise RefusedError(f"{name} is not on {self._node}")
+        if member.incarnation != incarnation:
+            raise RefusedError(f"{name} is at incarnation {member.incarnation}, not {incarnation}")
+        return member
+
+    async def kill(self, member: Member) -> None:
+        """SIGKILL now, the whole tree; returns when its end is reported."""
+        member.send(signal.SIGKILL)
+        await self.end_tree(member)
+
+    async def stop(self, member: Member, grace_seconds: float) -> None:
+        """SIGTERM to its process group, SIGKILL to what is left of the tree after the grace; its end is expected."""
+        if member.ended.is_set():
+            return
+        member.change(stopping=True)
+        if member.process is not None:
+            for number in (signal.SIGTERM, signal.SIGCONT):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(member.process.pid, number)
+            deadline = time.monotonic() + grace_seconds
+            while time.monotonic() < deadline:
+                if not await asyncio.to_thread(shim.tree, member.process.pid, member.ordered.cookie):
+                    break
+                await asyncio.sleep(0.05)
+        await self.end_tree(member)
+
+    async def stop_all(self, grace_seconds: float) -> None:
+        """Stop all members side by side."""
+        living = [member for member in self.members.values() if not member.ended.is_set()]
+        await asyncio.gather(*(self.stop(member, grace_seconds) for member in living))
+
+    async def end_tree(self, member: Member) -> None:
+        """Kill whatever is left of the member's tree and wait until its end is reported."""
+        leader = member.process.pid if member.process is not None else -1
+        await asyncio.to_thread(shim.kill_tree, leader, member.ordered.cookie)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(member.ended.wait(), self._pace.exit_seconds + 1.0)
+
+    def close(self) -> None:
+        """Let go of all members without touching them."""
+        for member in self.members.values():
+            member.unwatch()
+        for descriptor in self._shims:
+            asyncio.get_running_loop().remove_reader(descriptor)
+            os.close(descriptor)
+
+
+def find_front(pid: int | None) -> ProcessId | None:
+    """The front process of the run, by its pid; None where there is none."""
+    return None if pid is None else identify(pid)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _shim_gone(member: Member) -> bool:
+    """Whether nobody is left who would write pid.json."""
+    if member.shim is not None:
+        return shim.start_ticks(member.shim.pid) != member.shim.start_ticks
+    mark = os.fsencode(member.folder)
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = path.read_bytes().split(b"\0")
+            if mark in words and os.fsencode(shim.__file__) in words:
+                return False
+    return True
+
+
+def _read(path: Path, kind: type[T]) -> T | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.MsgspecError):
+        return None
