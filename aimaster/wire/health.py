@@ -15,6 +15,7 @@ Role = Literal["self", "accusation", "follower", "benign"]
 Severity = Literal["info", "warning", "error", "critical"]
 Action = Literal["ignore", "restart_process", "reform_without", "replace_node", "restart_job", "stop_job"]
 FaultOf = Literal["hardware", "platform", "user_code", "transient", "none"]
+Kind = Literal["sign", "fact", "progress", "end", "announcement"]
 ReadingState = Literal["ok", "bad", "unsupported", "unreadable"]
 Scalar = bool | int | float | str | None
 
@@ -105,6 +106,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """A key of CATEGORIES; for followers the category they echo, or `follower`."""
     role: Role
     """Only self statements and accusations vote for a culprit."""
+    kind: Kind = "sign"
+    """What it tells: a sign of failure, who is who (fact), a finished step (progress), a good end, or an end announced beforehand."""
     severity: Severity = "error"
     """How bad it is if true."""
     subject: Subject = Subject()
@@ -117,8 +120,12 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """Overrides the category's usual fault."""
     action: Action | None = None
     """Overrides the category's first rung."""
-    rank_weight: int = 50
-    """How decisive the sign is among root statements of one process: 0 vague, 50 plain, 100 the thing itself."""
+    weight: int = 50
+    """How decisive it is: below 20 an echo, 20-49 supports a failure but raises none, 50 plain, 80 and more the thing itself."""
+    count: int = 1
+    """How often the same was said; repeats are collapsed into the first."""
+    last_seconds: float | None = None
+    """When it was said last, if more than once."""
     details: dict[str, str] = {}
     """Named groups of the sign, for example xid, peer, sequence."""
     traceback: str = ""
@@ -235,6 +242,7 @@ CATEGORIES: Final[dict[str, Category]] = {
     "data.remote": _row("transient", "restart_process", "Try again with back-off; the remote store refused or failed."),
     "hang.straggler": _row("transient", "restart_process", "Look at the stack of the rank that is behind."),
     "hang.unknown": _row("transient", "restart_process", "Collect stacks of all ranks; nobody can be blamed."),
+    "app.retryable": _row("transient", "restart_process", "The user's rules call this error worth another try."),
     "process.killed": _row("transient", "restart_process", "Find out who sent the signal; the process itself said nothing."),
     "unknown": _row("transient", "restart_process", "No sign explains this; look at the candidate lines."),
     "benign": _row("none", "ignore", "Nothing to do."),
