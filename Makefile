@@ -41,9 +41,10 @@ lint: setup  ## ruff, mypy, the import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: setup  ## let ruff lay out the code
+format: setup  ## lay out the code and rewrite the tree in README.md
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix --exit-zero --quiet .
+	$(BIN)/python -m tests.readme_tree --write
 
 bench-main: setup  ## kill each role: seconds to the verdict and to the next committed step
 	$(BIN)/python -m tests.bench.main_job $(ARGS)
