@@ -17,19 +17,9 @@ PACKAGES = ("aimaster", "agents", "easyckpt", "rl_runtime")
 IMPORTED_AS = {"nvidia-ml-py": "pynvml", "prometheus-client": "prometheus_client", "math-verify": "math_verify"}
 # Sought at run time and done without where absent; nothing is declared for them on purpose.
 OPTIONAL = {"vllm", "ray", "kr8s", "hyperscan"}
-HEAVY = {
-    "torch",
-    "numpy",
-    "vllm",
-    "transformers",
-    "ray",
-    "pyarrow",
-    "safetensors",
-    "aiohttp",
-    "rich",
-    "psutil",
-    "structlog",
-}
+EXTRAS = {"torch", "numpy", "vllm", "transformers", "ray", "pyarrow", "safetensors"}
+# What makes `aimaster --help` slow, though it belongs to the base.
+SLOW = {"aiohttp", "asyncio", "rich", "psutil", "structlog", "prometheus_client"}
 
 
 @pytest.fixture(scope="session")
