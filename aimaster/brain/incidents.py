@@ -1,0 +1,124 @@
+"""Deaths become incidents: each death belongs to exactly one, and what followed from a root death joins the root's.
+
+open -> (settle: an echo of somebody else's death waits for that death) -> decide -> resumed, healed
+"""
+
+from typing import Final
+
+from aimaster.brain import members
+from aimaster.brain.draft import Draft
+from aimaster.brain.remedy import is_echo
+from aimaster.brain.state import Incident, Member, SubjectKind
+from aimaster.wire.health import Finding, Verdict
+from aimaster.wire.ids import IncidentId, MemberId
+
+SETTLE_SECONDS: Final = 2.0
+"""How long a death that only speaks of another's waits for that other's."""
+FOLLOW_SECONDS: Final = 5.0
+"""Deaths this soon after a root death in the same scope belong to it."""
+MAX_INCIDENTS: Final = 500
+"""Closed ones beyond this are forgotten, oldest first."""
+
+
+def open_incident(
+    d: Draft, kind: SubjectKind, subject: str, verdict: Verdict, occurred_at: float, who: tuple[MemberId, ...]
+) -> Incident:
+    """Open an incident; a drill announced for its subject is used up."""
+    name = IncidentId(f"i-{d.state.next_incident}")
+    incident = Incident(
+        incident=name,
+        subject=subject,
+        kind=kind,
+        verdict=verdict,
+        occurred_at=min(occurred_at, d.now),
+        detected_at=d.now,
+        drill=subject in d.state.drills,
+        members=who,
+    )
+    kept = dict(d.state.incidents)
+    closed = [key for key, old in kept.items() if old.resumed_at is not None and old.healed_at is not None]
+    for key in closed[: max(0, len(kept) + 1 - MAX_INCIDENTS)]:
+        del kept[key]
+    drills = {key: note for key, note in d.state.drills.items() if key != subject}
+    d.change(incidents=kept | {name: incident}, next_incident=d.state.next_incident + 1, drills=drills)
+    return incident
+
+
+def death(
+    d: Draft, name: MemberId, verdict: Verdict, occurred_at: float, findings: tuple[Finding, ...], exit_code: int | None
+) -> None:
+    """A member died unasked: note it, find the incident it belongs to, and decide when there is nothing to wait for."""
+    member = members.bury(d, name, exit_code)
+    death_id = (name, member.incarnation)
+    echo = is_echo(roles=(finding.role for finding in findings))
+    condemned = d.state.incidents.get(member.condemned_in) if member.condemned_in else None
+    root = condemned or _root_of(d, member, occurred_at, echo=echo)
+    if root is None:
+        incident = open_incident(d, "member", name, verdict, occurred_at, (name,))
+        d.incident(
+            incident.incident, deaths=(death_id,), findings=findings, settle_at=d.now + SETTLE_SECONDS if echo else None
+        )
+        if not echo:
+            decide(d, incident.incident)
+        return
+    joined = d.incident(
+        root.incident,
+        deaths=(*root.deaths, death_id),
+        members=root.members if name in root.members else (*root.members, name),
+        findings=(*root.findings, *findings)[-100:],
+    )
+    if joined.settle_at is not None and not echo:
+        # The death that explains the echoes came after them.
+        subject_drill = name in d.state.drills
+        drills = {key: note for key, note in d.state.drills.items() if key != name}
+        d.change(drills=drills)
+        d.incident(
+            joined.incident,
+            subject=name,
+            verdict=verdict,
+            occurred_at=min(occurred_at, joined.occurred_at),
+            drill=joined.drill or subject_drill,
+        )
+        decide(d, joined.incident)
+    elif joined.settle_at is None:
+        decide(d, joined.incident)
+
+
+def decide(d: Draft, name: IncidentId) -> None:
+    """Choose and begin the remedy for every death of the incident that has none yet."""
+    incident = d.incident(name, settle_at=None, decided_at=d.state.incidents[name].decided_at or d.now)
+    action = members.cure(d, incident)
+    if action and not incident.action:
+        d.incident(name, action=action)
+
+
+def settled(d: Draft, name: IncidentId) -> None:
+    """No other death explained the echo: it is the root itself, as far as anybody can tell."""
+    incident = d.state.incidents.get(name)
+    if incident is not None and incident.settle_at is not None:
+        decide(d, name)
+
+
+def moved(d: Draft, name: IncidentId, resumed_at: float | None, healed_at: float | None) -> None:
+    incident = d.state.incidents.get(name)
+    if incident is not None:
+        d.incident(name, resumed_at=incident.resumed_at or resumed_at, healed_at=incident.healed_at or healed_at)
+
+
+def _root_of(d: Draft, member: Member, occurred_at: float, *, echo: bool) -> Incident | None:
+    """The recent incident that this death belongs to; None when it stands alone."""
+    regroup = d.state.regroup
+    if regroup is not None and regroup.incident in d.state.incidents:
+        return d.state.incidents[regroup.incident]
+    for incident in reversed(d.state.incidents.values()):
+        if incident.kind != "member" or abs(occurred_at - incident.occurred_at) > FOLLOW_SECONDS:
+            continue
+        if any(
+            name == member.member or (d.state.together and number < member.incarnation)
+            for name, number in incident.deaths
+        ):
+            continue  # this is a death after that incident's restart
+        undecided = incident.settle_at is not None
+        if d.state.together or undecided or echo:
+            return incident
+    return None

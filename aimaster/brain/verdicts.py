@@ -1,0 +1,66 @@
+"""Verdicts on what no log line speaks of: a lost node, a hang, a member that is gone, a killed agent or master."""
+
+from aimaster.brain.state import Member
+from aimaster.wire.health import Action, Evidence, Subject, Verdict, category
+from aimaster.wire.ids import NodeId
+from aimaster.wire.messages import HangSuspected
+
+
+def node_lost(node: NodeId, silent_since: float, why: str) -> Verdict:
+    return _verdict("node.lost", Subject(node=node), silent_since, f"node {node} is lost: {why}", 0.8, (why,))
+
+
+def hang(member: Member, suspected: HangSuspected, why: str) -> Verdict:
+    progress = suspected.progress
+    learnt = (
+        f"its lease was {progress.lease_seconds:.1f} s"
+        if progress.lease_seconds is not None
+        else "its lease was not learnt yet"
+    )
+    summary = (
+        f"{member.member} on {member.node} hangs in phase {progress.phase} at step {progress.step}: "
+        f"no progress for {progress.age_seconds:.1f} s ({learnt}), and {why}"
+    )
+    at = suspected.at - progress.age_seconds
+    return _verdict("hang.straggler", _subject(member), at, summary, 0.9, (*suspected.evidence, *suspected.stacks[:20]))
+
+
+def vanished(member: Member, at: float, why: str) -> Verdict:
+    return _verdict("unknown", _subject(member), at, f"{member.member} on {member.node} is gone: {why}", 0.3, (why,))
+
+
+def agent_gone(node: NodeId, at: float, pid: int) -> Verdict:
+    summary = f"the agent of {node} (pid {pid}) ended and was started again; its members and snapshots live on"
+    return _verdict("process.killed", Subject(node=node, pid=pid), at, summary, 0.9, (), action="restart_process")
+
+
+def master_gone(at: float) -> Verdict:
+    summary = "the master ended without a word and was started again; it replayed its journal and adopted the living"
+    return _verdict("process.killed", Subject(), at, summary, 0.9, (), action="restart_process")
+
+
+def _subject(member: Member) -> Subject:
+    return Subject(node=member.node, pid=member.process.pid if member.process else None)
+
+
+def _verdict(
+    name: str,
+    culprit: Subject,
+    at: float,
+    summary: str,
+    confidence: float,
+    lines: tuple[str, ...],
+    action: Action | None = None,
+) -> Verdict:
+    row = category(name)
+    return Verdict(
+        category=name,
+        culprit=culprit,
+        fault_of=row.fault_of,
+        action=action or row.action,
+        confidence=confidence,
+        summary=summary,
+        advice=row.advice,
+        time_seconds=at,
+        evidence=tuple(Evidence(node=culprit.node, text=line, time_seconds=at) for line in lines),
+    )
