@@ -3,6 +3,7 @@
 A dry run shows these as warnings, since it may be read on another machine; a run refuses on any of them.
 """
 
+import importlib.metadata
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,9 @@ from aimaster.settings.train_policy import GrpoSettings
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 ROWS = ("*.jsonl", "*.parquet")
+REWARDS = ("exact", "gsm8k", "gsm8k_lenient", "format", "single_choice", "math_verify", "direct_math", "boxed_math")
+"""Reward functions that the runtime has; further ones are `module:function` or entry points of REWARD_GROUP."""
+REWARD_GROUP = "aimaster.rewards"
 
 
 def find_obstacles(case: Case) -> tuple[Problem, ...]:
@@ -36,6 +40,13 @@ def _algorithm(job: JobSettings) -> Iterator[tuple[str, str]]:
         yield f"{GRPO}.type", "is understood, but this runtime trains by GRPO only"
     elif grpo.use_remote_reward:
         yield f"{GRPO}.use_remote_reward", "is understood, but rewards are scored in worker processes of the job only"
+    elif unknown := sorted(name for name in grpo.reward_function if ":" not in name and not _is_reward(name)):
+        text = f"{', '.join(unknown)} is not known; built in are {', '.join(REWARDS)}, your own is module:function"
+        yield f"{GRPO}.reward_function", text
+    if isinstance(job.train.optm_lr, dict) or (
+        isinstance(job.train.optm_lr, tuple) and len(set(job.train.optm_lr)) > 1
+    ):
+        yield "train.optm_lr", "several rates are understood, but this runtime has one optimiser with one rate"
     if job.distillation.enable:
         yield "distillation.enable", "is understood, but there is no teacher role in this runtime"
     if job.policy.is_diffusers:
@@ -44,6 +55,10 @@ def _algorithm(job: JobSettings) -> Iterator[tuple[str, str]]:
         yield "policy.lora", "is understood, but this runtime trains all weights"
     if job.mode != "disaggregated":
         yield "mode", f"{job.mode} is understood, but every role is a process of its own here"
+
+
+def _is_reward(name: str) -> bool:
+    return name in REWARDS or bool(importlib.metadata.entry_points(group=REWARD_GROUP, name=name))
 
 
 def _batch(job: JobSettings) -> Iterator[tuple[str, str]]:

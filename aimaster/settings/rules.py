@@ -279,6 +279,54 @@ def one_rank_on_cpu(case: Case) -> Iterator[Outcome]:
             yield Change(f"{table}.tp_size", 1, "one rank a member on a CPU")
 
 
+def fresh_model(case: Case) -> Iterator[Outcome]:
+    model, own = case.job.aimaster.model, case.job.aimaster
+    if model is None:
+        if own.engine == "tiny":
+            yield Wrong(
+                "aimaster.engine", "tiny decodes a fresh model only: give [aimaster.model], or choose hf or vllm"
+            )
+        return
+    for whole, part in (("hidden_size", "num_attention_heads"), ("num_attention_heads", "num_key_value_heads")):
+        if getattr(model, whole) % getattr(model, part):
+            yield Wrong(f"aimaster.model.{whole}", f"must be a multiple of {part} = {getattr(model, part)}")
+    longest, key = model.max_position_embeddings, "policy.model_max_length"
+    if not case.given(key):
+        yield Change(key, longest, "follows aimaster.model.max_position_embeddings")
+    elif case.job.policy.model_max_length > longest:
+        yield Wrong(key, f"is more than aimaster.model.max_position_embeddings = {longest}")
+
+
+def placement(case: Case) -> Iterator[Outcome]:
+    job, own = case.job, case.job.aimaster
+    nodes = {f"node-{index}" for index in range(own.nodes)}
+    counts = {
+        "controller": 1,
+        "policy": job.policy.parallelism.n_init_replicas,
+        "rollout": job.rollout.parallelism.n_init_replicas,
+    }
+    members = {f"{role}-{index}" for role, count in counts.items() for index in range(count)}
+    for key, named in (("placement", own.placement), ("env", own.env)):
+        for node in sorted(set(named) - nodes - ({"all"} if key == "env" else set())):
+            yield Wrong(
+                f"aimaster.{key}", f"{node} is no node; with aimaster.nodes = {own.nodes} there are {_listed(nodes)}"
+            )
+    placed: set[str] = set()
+    for node, names in own.placement.items():
+        for name in names:
+            if name not in members:
+                yield Wrong(
+                    "aimaster.placement", f"{name} (on {node}) is no member of this job; there are {_listed(members)}"
+                )
+            elif name in placed:
+                yield Wrong("aimaster.placement", f"{name} is placed twice")
+            placed.add(name)
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(sorted(names))
+
+
 def unused_port(case: Case) -> Iterator[Outcome]:
     if case.job.redis:
         yield Note("redis", f"port {case.job.redis} is not used: no redis is started; ports are chosen free")
@@ -302,8 +350,8 @@ def no_effect_on_cpu(case: Case) -> Iterator[Outcome]:
 
 # Changes first, in an order in which each sees what it follows from.
 RULES: tuple[Rule, ...] = (
-    one_rank_on_cpu, dtypes, seeds, correction, distillation, staleness, throttle, one_temperature, checkpoints,
-    compile_for_async_tp, lora, patterns, batches, rewards, uncentralized, balancing,
+    one_rank_on_cpu, fresh_model, dtypes, seeds, correction, distillation, staleness, throttle, one_temperature, checkpoints,
+    compile_for_async_tp, lora, patterns, batches, rewards, uncentralized, balancing, placement,
     dapo, answer_room, unused_port, no_effect_on_cpu,
 )  # fmt: skip
 

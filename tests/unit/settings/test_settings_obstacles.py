@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from aimaster.settings import load
+from aimaster.settings.obstacles import REWARD_GROUP, REWARDS
 from aimaster.settings.resolve import count_gpus
 
 GRPO = "train.train_policy"
@@ -80,6 +81,8 @@ def test_a_task_needs_no_data_set() -> None:
         (("--policy.is_diffusers",), "policy.is_diffusers"),
         (("--policy.lora.r", "4"), "policy.lora"),
         (("--mode", "colocated"), "mode"),
+        (("--train.train_policy.reward_function", "gms8k"), f"{GRPO}.reward_function"),
+        (("--train.optm_lr", "[1e-5, 1e-6]"), "train.optm_lr"),
         (("--train.train_batch_per_replica", "10", "--rollout.n_generation", "4"), "train.train_batch_per_replica"),
     ],
 )
@@ -92,3 +95,15 @@ def test_what_this_runtime_does_not_do_is_told(flags: tuple[str, ...], key: str)
 def test_hidden_devices_do_not_count(visible: str, most: int) -> None:
     """CUDA_VISIBLE_DEVICES hides devices."""
     assert count_gpus({"CUDA_VISIBLE_DEVICES": visible}) <= most
+
+
+def test_the_rewards_are_those_of_the_runtime() -> None:
+    """The names that settings accept are those that the runtime has, its own entry points' group included."""
+    desk = pytest.importorskip("rl_runtime.rewards.desk")
+    assert set(REWARDS) == {*desk.QUICK, *desk.MATHS}
+    assert desk.ENTRY_POINTS == REWARD_GROUP
+
+
+def test_a_users_own_reward_is_no_obstacle() -> None:
+    """`module:function` is the user's own and is looked for where it is used."""
+    assert f"{GRPO}.reward_function" not in texts("--train.train_policy.reward_function", "mine:score")

@@ -69,6 +69,20 @@ CONTRADICTIONS: list[tuple[dict[str, str], str, dict[str, str]]] = [
         f"{GRPO}.enable_dp_load_balancing",
         {"train.max_num_steps": "9"},
     ),
+    ({"aimaster.engine": "tiny"}, "aimaster.engine", {"aimaster.model.hidden_size": "64"}),
+    (
+        {"aimaster.model.hidden_size": "66"},
+        "aimaster.model.hidden_size",
+        {"aimaster.model.num_attention_heads": "3", "aimaster.model.num_key_value_heads": "1"},
+    ),
+    (
+        {"aimaster.model.hidden_size": "64", "policy.model_max_length": "64"},
+        "policy.model_max_length",
+        {"aimaster.model.max_position_embeddings": "64"},
+    ),
+    ({"aimaster.placement.node-1": '["policy-0"]'}, "aimaster.placement", {"aimaster.nodes": "2"}),
+    ({"aimaster.placement.node-0": '["policy-1"]'}, "aimaster.placement", {"policy.parallelism.n_init_replicas": "2"}),
+    ({"aimaster.env.node-1.A": "b"}, "aimaster.env", {"aimaster.nodes": "2"}),
 ]
 
 
@@ -116,6 +130,7 @@ CHANGES: list[tuple[dict[str, str], str, Any]] = [
     ({"train.ckpt.save_freq": "30", "aimaster.snapshots.flush_every": "4"}, "aimaster.snapshots.flush_every", 4),
     ({"train.ckpt.max_keep": "-1"}, "aimaster.snapshots.keep", -1),
     ({}, "policy.parallelism.tp_size", 1),
+    ({"aimaster.model.max_position_embeddings": "48"}, "policy.model_max_length", 48),
 ]
 
 
