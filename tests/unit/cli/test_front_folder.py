@@ -1,0 +1,125 @@
+"""The run folder: begun, resumed, kept, numbered, and never shared."""
+
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from aimaster.cli.exits import UsageError
+from aimaster.cli.front_folder import open_folder, resumable
+from aimaster.wire.places import RunPlaces
+
+SOURCE = ("job.toml",)
+
+
+def begin(run, kind="rl", source=SOURCE, now=1.0):
+    return open_folder(run, name="tiny", kind=kind, source=source, now=now)
+
+
+def test_a_new_folder_has_an_id_secrets_and_places(tmp_path):
+    """A fresh run gets an id of eight hex digits and one secret a role, readable by its owner alone."""
+    folder = begin(tmp_path / "tiny")
+    assert not folder.resumed
+    assert len(folder.info.run_id) == 8
+    assert int(folder.info.run_id, 16) >= 0
+    lines = folder.places.token.read_text().splitlines()
+    assert [line.split("=")[0] for line in lines] == ["read", "operate", "member"]
+    assert len({line.split("=")[1] for line in lines}) == 3
+    assert stat.S_IMODE(folder.places.token.stat().st_mode) == 0o600
+    assert stat.S_IMODE(folder.places.run.stat().st_mode) == 0o700
+    folder.close()
+
+
+def test_a_run_that_was_cut_off_is_resumed_with_its_identity(tmp_path):
+    """After a killed front the lock is free and the same command goes on: same id, same secrets, one start more."""
+    first = begin(tmp_path / "tiny")
+    token = first.places.token.read_bytes()
+    first.close()
+    again = begin(tmp_path / "tiny", now=2.0)
+    assert again.resumed
+    assert again.info.run_id == first.info.run_id
+    assert again.info.created_at == 1.0
+    assert again.info.starts == 2
+    assert again.places.token.read_bytes() == token
+    again.close()
+
+
+def test_a_finished_run_is_kept_and_a_numbered_folder_begun(tmp_path):
+    """The folder of a finished run stays as it is; the next one stands beside it, with a number."""
+    first = begin(tmp_path / "tiny")
+    first.mark("finished")
+    first.close()
+    second = begin(tmp_path / "tiny")
+    assert second.places.run == tmp_path / "tiny-2"
+    assert second.info.run_id != first.info.run_id
+    second.mark("finished")
+    second.close()
+    third = begin(tmp_path / "tiny")
+    assert third.places.run == tmp_path / "tiny-3"
+    third.close()
+
+
+def test_a_folder_in_use_by_a_live_run_is_refused(tmp_path):
+    """While another process holds the folder, the message names that process and what to do; its end frees the folder."""
+    script = (
+        "import sys, time; from aimaster.cli.front_folder import open_folder; from pathlib import Path\n"
+        "folder = open_folder(Path(sys.argv[1]), name='tiny', kind='rl', source=('job.toml',), now=1.0)\n"
+        "print('up', flush=True); time.sleep(60)"
+    )
+    run = tmp_path / "tiny"
+    with subprocess.Popen([sys.executable, "-c", script, str(run)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"up\n"
+        with pytest.raises(UsageError, match=f"in use by a live run .process {holder.pid}.*aimaster stop"):
+            begin(run)
+        holder.kill()
+        holder.wait()
+        folder = begin(run)
+        assert folder.resumed
+        folder.close()
+
+
+def test_a_folder_of_something_else_is_not_taken(tmp_path):
+    """A folder that holds files but no run is left alone."""
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match="not a run folder"):
+        begin(tmp_path)
+    assert {entry.name for entry in tmp_path.iterdir()} <= {"notes.txt", "lock"}
+
+
+def test_a_damaged_run_record_is_named(tmp_path):
+    """A run.json that cannot be read is an error with its path, never a fresh start over old state."""
+    RunPlaces(tmp_path).info.write_text("{")
+    with pytest.raises(UsageError, match=r"run\.json"):
+        begin(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "same_source", "goes_on"),
+    [
+        ("rl", "running", True, True),
+        ("rl", "stopped", True, True),
+        ("rl", "failed", True, True),
+        ("rl", "failed", False, True),
+        ("rl", "finished", True, False),
+        ("command", "running", True, True),
+        ("command", "stopped", True, True),
+        ("command", "stopped", False, False),
+        ("command", "failed", True, False),
+        ("command", "finished", True, False),
+    ],
+)
+def test_which_runs_go_on_in_their_folder(tmp_path, kind, state, same_source, goes_on):
+    """A job of ours resumes whatever it stopped of; a command only when it was interrupted, and is the same."""
+    folder = begin(tmp_path / "x", kind=kind)
+    folder.mark(state)
+    folder.close()
+    assert resumable(folder.info, kind, SOURCE if same_source else ("other",)) == goes_on
+
+
+def test_another_kind_of_job_never_goes_on_in_a_folder(tmp_path):
+    """A command does not resume a training job's folder."""
+    folder = begin(tmp_path / "x")
+    folder.close()
+    assert not resumable(folder.info, "command", SOURCE)
