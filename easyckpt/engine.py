@@ -1,0 +1,369 @@
+"""The trainer's checkpointer: `save` a state while it trains on, `restore` it from the nearest good copy.
+
+    training thread   save: walk the state, copy what is small or not known to be changed by an optimizer only, hand the rest over
+    saving thread     copy and hash the rest, write the header, seal; tell the agent (`on_sealed`) or the own sidecar
+    optimizer step    waits for the copy, through torch.optim's global hook (or `ready()`); never for hashing, sealing or storage
+
+A failure in the background is raised by the next call, once, after that call has done its own work. Not for use by two threads at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from easyckpt import gate, restore, shm, snapshot, sources
+from easyckpt.errors import BadSegment, Corrupt, EasyckptError, Mismatch, NotReady, SaveFailed, StorageError
+from easyckpt.events import Event, Events, Kind, Listener
+from easyckpt.layout import SegmentHeader, SegmentName, Version
+from easyckpt.lineage import History, advance, begin
+from easyckpt.saver import Saver
+from easyckpt.sidecar import Settings, Sidecar
+from easyckpt.sources import Candidate
+from easyckpt.storage import list_manifests, open_storage
+
+WAIT_SECONDS = 600.0
+CLOSE_SECONDS = 300.0
+
+
+class Sealed(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot that is whole in this rank's memory."""
+
+    lineage: int
+    """Of the version."""
+    step: int
+    """Of the version."""
+    state_digest: str
+    """Over all tensors."""
+    chain: str
+    """Hash chain of the applied (step, batch digest) pairs."""
+
+
+class Restored(msgspec.Struct, frozen=True, kw_only=True):
+    """What `restore` filled the state with."""
+
+    lineage: int
+    """Of the version."""
+    step: int
+    """Of the version."""
+    chain: str
+    """Hash chain of the applied (step, batch digest) pairs."""
+    tier: str
+    """shm, peer or storage."""
+    member: str
+    """Whose snapshot it was."""
+    epoch: int
+    """Membership epoch in which it was saved."""
+    state_digest: str
+    """Over all tensors."""
+    extra: Any
+    """The state without its tensors, as JSON."""
+    nbytes: int
+    """Tensor bytes."""
+    seconds: float
+    """How long it took."""
+
+
+class Checkpointer:
+    """Saves and restores one rank of one member."""
+
+    def __init__(
+        self,
+        storage: str | os.PathLike[str] | None = None,
+        *,
+        member: str = "trainer-0",
+        role: str = "trainer",
+        rank: int = 0,
+        ranks: int = 1,
+        folder: str | os.PathLike[str] | None = None,
+        slots: int = 2,
+        flush_every: int | None = 1,
+        keep: int = 3,
+        keep_every: int | None = None,
+        mode: Literal["overlap", "copy"] = "overlap",
+        on_sealed: Callable[[Path, SegmentHeader], None] | None = None,
+        on_event: Listener | None = None,
+    ) -> None:
+        """`storage`: a folder for durable checkpoints. `folder`: of the segments; with `on_sealed` an agent flushes them, else a helper does.
+
+        `slots=1` halves the memory; a kill in the middle of a save then loses the copy in memory. `keep`, `keep_every`: what stays on storage.
+        """
+        if re.fullmatch(r"[A-Za-z0-9_-]+", member) is None or re.fullmatch(r"[A-Za-z0-9_-]+", role) is None:
+            raise ValueError(f"member {member!r} and role {role!r} may have letters, digits, '_' and '-' only")
+        if not 0 <= rank < ranks or slots < 1 or keep < 1 or (flush_every is not None and flush_every < 1):
+            raise ValueError(
+                f"rank {rank} of {ranks}, slots {slots}, keep {keep}, flush_every {flush_every}: out of range"
+            )
+        self.member, self.role, self.rank, self.ranks = member, role, rank, ranks
+        self._storage = open_storage(storage) if storage is not None else None
+        self.folder = shm.open_folder(
+            Path(folder) if folder is not None else shm.default_folder(storage or f"{role}:{member}")
+        )
+        self._flush_every = flush_every
+        self._on_sealed = on_sealed
+        self.events = Events(on_event)
+        self._writer = shm.claim_writer(self.folder, f"{member}.r{rank}")
+        self._saver = Saver(
+            self.folder,
+            SegmentName(member=member, rank=rank, slot=0),
+            ranks=ranks,
+            slots=slots,
+            overlap=mode == "overlap",
+            events=self.events,
+            on_sealed=self._after_seal,
+            on_failed=self._fail,
+        )
+        self._sidecar: Sidecar | None = None
+        if on_sealed is None and rank == 0 and storage is not None:
+            settings = Settings(
+                folder=str(self.folder),
+                storage=os.fspath(storage),
+                member=member,
+                role=role,
+                keep=keep,
+                keep_every=keep_every,
+                parent=os.getpid(),
+            )
+            self._sidecar = Sidecar(settings, self._hear_sidecar)
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+        self._newest: Sealed | None = None
+        self._flushed: Version | None = None
+        self._wanted: Version | None = None
+        self._history = History()
+        self._saves = 0
+        self._closed = False
+        gate.watch(self)
+        atexit.register(self.close)
+
+    # ------------------------------------------------------------------------------------------------------------ save
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        lineage: int | None = None,
+        epoch: int = 0,
+        chain: str = "",
+        flush: bool | None = None,
+    ) -> bool:
+        """Starts a snapshot of `state` as it is now; False when it was skipped because no slot is free (counted, training goes on).
+
+        Returns as soon as everything may change again but what only an optimizer's step changes, which waits by itself. Raises Unsupported
+        with the path of a value that cannot be saved, NoRoom, or SaveFailed for an earlier failure (this save was still made).
+        """
+        self._must_be_open()
+        started = time.monotonic()
+        self._saver.settle(WAIT_SECONDS)
+        captured = snapshot.capture(state)
+        if self._saves == 0 and lineage is None:
+            self._history = begin(self._history, self._newest_known())
+        history = advance(self._history, step, lineage)
+        marked = flush if flush is not None else bool(self._flush_every and self._saves % self._flush_every == 0)
+        header = self._header(history, captured, epoch=epoch, chain=chain, flush=marked)
+        slot = self._saver.claim(header)
+        if slot is not None:
+            self._saves += 1
+            self._history = history
+            self._saver.begin(header, slot, captured, started)
+        self._raise_failure()
+        return slot is not None
+
+    def ready(self, timeout_seconds: float = WAIT_SECONDS) -> None:
+        """Returns when everything may change. Optimizer steps call it by themselves; call it before changing the state in other ways."""
+        self._saver.ready(timeout_seconds)
+
+    def prepare(self, state: Any) -> None:
+        """Takes and touches the memory for snapshots like `state` now, so that the first save costs no more than later ones. Raises NoRoom."""
+        self._must_be_open()
+        self._saver.settle(WAIT_SECONDS)
+        self._saver.prepare(self._header(History(step=0), snapshot.capture(state)))
+
+    @property
+    def newest(self) -> Sealed | None:
+        """The newest snapshot this engine sealed."""
+        return self._newest
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Until the last save is sealed and, when the engine flushes by itself, on storage. Raises NotReady or SaveFailed."""
+        give_up_at = time.monotonic() + (WAIT_SECONDS if timeout_seconds is None else timeout_seconds)
+        self._saver.settle(max(0.0, give_up_at - time.monotonic()))
+        if self._sidecar is not None:
+            with self._changed:
+                while not self._is_flushed() and self._failure is None:
+                    left = give_up_at - time.monotonic()
+                    if left <= 0:
+                        raise NotReady(f"step {self._wanted} is sealed in memory, but not on storage yet")
+                    self._changed.wait(min(left, 0.5))
+                    if not self._sidecar.is_alive():
+                        self._wake_sidecar()
+        self._raise_failure()
+
+    def close(self) -> None:
+        """Waits for the last save and flush and lets go of everything. A clean end leaves no memory behind that is on storage."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        gate.unwatch(self)
+        with contextlib.suppress(NotReady):
+            self._saver.settle(CLOSE_SECONDS)
+        self._saver.close(CLOSE_SECONDS)
+        shm.unpin(self._writer)
+        if self._sidecar is not None and not self._sidecar.close(CLOSE_SECONDS):
+            self._emit("housekeeping_failed", self._wanted, text=f"the flush goes on in process {self._sidecar.pid}")
+        self._raise_failure()
+
+    # --------------------------------------------------------------------------------------------------------- restore
+
+    def candidates(self, *, member: str | None = None) -> list[Candidate]:
+        """Whole snapshots of this role, newest first, over memory, peer copies and storage. Headers are proven, tensors are not yet."""
+        return sources.find(self.folder, self._storage, role=self.role, member=member, own=self.member)
+
+    def restore(
+        self, state: Any, *, at: Version | None = None, member: str | None = None, strict: bool = True
+    ) -> Restored | None:
+        """Fills `state` in place from the newest whole snapshot (or from version `at`), nearest tier first; None when there is none.
+
+        Every tensor is proven by its digest. A damaged copy is said, counted and left for the next tier, then for an older version. If none
+        is good, Corrupt is raised and the state must not be used. A snapshot that does not fit raises Mismatch; nothing was changed then.
+        """
+        self._must_be_open()
+        self._saver.settle(WAIT_SECONDS)
+        refused: list[str] = []
+        for candidate in self.candidates(member=member):
+            if at is not None and candidate.version != tuple(at):
+                continue
+            for source in candidate.of_rank(self.rank):
+                try:
+                    return self._restore_from(source, candidate, state, strict=strict)
+                except (BadSegment, StorageError, OSError) as error:
+                    refused.append(str(error))
+                    self._emit("tier_refused", candidate.version, tier=source.tier, text=str(error))
+        if refused:
+            raise Corrupt(
+                f"no copy could be read, and the state may be half filled; do not use it. Tried: {'; '.join(refused)}."
+                " Verify the storage (easyckpt verify), or start anew"
+            )
+        return None
+
+    def load(self, *, at: Version | None = None) -> tuple[Restored, Any] | None:
+        """The newest snapshot (or `at`) as a new state of dicts, lists and CPU tensors."""
+        holder: dict[str, Any] = {}
+        restored = self.restore(holder, at=at)
+        return None if restored is None else (restored, holder)
+
+    def _restore_from(self, source: sources.Source, candidate: Candidate, state: Any, *, strict: bool) -> Restored:
+        started = time.monotonic()
+        with sources.open_source(source, self._storage) as shard:
+            header = shard.header
+            if header.ranks != self.ranks:
+                raise Mismatch(f"the snapshot is of {header.ranks} ranks, this member has {self.ranks}")
+            restore.fill(shard, state, strict=strict)
+        self._history = History(lineage=header.lineage, step=header.step, rewinds=header.rewinds)
+        self._saves = 0
+        seconds = time.monotonic() - started
+        self._emit(
+            "restored", header.version, tier=source.tier, nbytes=header.data_bytes, seconds=seconds, text=shard.where
+        )
+        return Restored(
+            lineage=header.lineage,
+            step=header.step,
+            chain=header.chain,
+            tier=source.tier,
+            member=candidate.member,
+            epoch=header.epoch,
+            state_digest=header.state_digest,
+            extra=header.extra,
+            nbytes=header.data_bytes,
+            seconds=seconds,
+        )
+
+    # ---------------------------------------------------------------------------------------------------- inside a save
+
+    def _header(
+        self, history: History, captured: snapshot.Capture, *, epoch: int = 0, chain: str = "", flush: bool = False
+    ) -> SegmentHeader:
+        return SegmentHeader(
+            member=self.member,
+            role=self.role,
+            rank=self.rank,
+            ranks=self.ranks,
+            lineage=history.lineage,
+            step=history.step,
+            epoch=epoch,
+            chain=chain,
+            flush=flush,
+            created_at=time.time(),
+            rewinds=history.rewinds,
+            tensors=captured.entries,
+            extra=captured.extra,
+        )
+
+    def _newest_known(self) -> Version | None:
+        known = [segment.header.version for segment in shm.scan(self.folder) if segment.header.role == self.role]
+        if self._storage is not None:
+            known += [record.version for record in list_manifests(self._storage, self.role)]
+        return max(known, default=None)
+
+    def _after_seal(self, path: Path, header: SegmentHeader) -> None:
+        """Runs on the saving thread."""
+        self._newest = Sealed(
+            lineage=header.lineage, step=header.step, state_digest=header.state_digest, chain=header.chain
+        )
+        if header.flush and self._sidecar is not None:
+            self._wanted = header.version
+            self._wake_sidecar()
+        if self._on_sealed is not None:
+            self._on_sealed(path, header)
+
+    # ------------------------------------------------------------------------------------------------ flush and faults
+
+    def _is_flushed(self) -> bool:
+        return self._wanted is None or (self._flushed is not None and self._flushed >= self._wanted)
+
+    def _wake_sidecar(self) -> None:
+        if self._sidecar is None:
+            return
+        if self._sidecar.start() and self._flushed is not None:
+            self._emit("housekeeping_failed", self._flushed, text="the flushing helper had died; a new one took over")
+        self._sidecar.tell("sealed")
+
+    def _hear_sidecar(self, event: Event) -> None:
+        """Runs on the thread that reads the helper's words."""
+        if event.kind == "flush_committed":
+            with self._changed:
+                self._flushed = max(self._flushed or (0, 0), (event.lineage, event.step))
+                self._changed.notify_all()
+        elif event.kind == "flush_failed":
+            self._fail(StorageError(event.text))
+        self.events.emit(event)
+
+    def _emit(self, kind: Kind, version: Version | None, **fields: Any) -> None:
+        lineage, step = version or (0, 0)
+        self.events.emit(Event(kind=kind, lineage=lineage, step=step, **fields))
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+
+    def _raise_failure(self) -> None:
+        with self._changed:
+            error, self._failure = self._failure, None
+        if error is not None:
+            raise SaveFailed(f"an earlier save failed: {error}") from error
+
+    def _must_be_open(self) -> None:
+        if self._closed:
+            raise EasyckptError("this checkpointer is closed: make a new one")

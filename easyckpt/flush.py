@@ -1,0 +1,226 @@
+"""From memory to storage: one whole member's sealed segments become shard files, then a manifest. No torch, no numpy.
+
+Every byte is checked against its digest on the way. While it runs all ranks' segments are pinned, so saves go to the other slot; a flush that
+does not find the whole step any more pins nothing and returns None. Who calls it (an agent, or the engine's own sidecar) is not known here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from easyckpt import digest, manifest, retain, shm
+from easyckpt.digest import StreamCheck
+from easyckpt.errors import AlreadyFlushed, BadSegment, EasyckptError, StorageError
+from easyckpt.events import Event, Events
+from easyckpt.layout import Rewind, Version
+from easyckpt.manifest import Manifest, Shard
+from easyckpt.shm import Segment
+from easyckpt.storage import Storage, list_manifests, open_storage, read_manifests, shard_header
+
+PIECE_BYTES = 16 << 20
+PIN_SECONDS = 600.0
+STRAY_SECONDS = 3600.0
+
+
+def flush_segment(
+    segments: Segment | Sequence[Segment],
+    storage: str | os.PathLike[str] | Storage,
+    *,
+    pin_seconds: float = PIN_SECONDS,
+) -> Manifest:
+    """Commits the segments of all ranks of one member at one step. Raises StorageError, BadSegment or AlreadyFlushed.
+
+    Nothing that was committed before is touched; a failed flush leaves no manifest.
+    """
+    segments = [segments] if isinstance(segments, Segment) else sorted(segments, key=lambda one: one.header.rank)
+    _check_whole(segments)
+    target = open_storage(storage)
+    folder = manifest.folder_name(segments[0].header)
+    if target.read_manifest(folder) is not None:
+        raise AlreadyFlushed(f"{folder} is on storage already; nothing was written")
+    with contextlib.ExitStack() as stack:
+        for segment in segments:
+            stack.enter_context(shm.pinned(segment.path, pin_seconds))
+        opened = [stack.enter_context(_reopen(segment)) for segment in segments]
+        shards = [_write(fd, segment, target, folder) for fd, segment in zip(opened, segments, strict=True)]
+        record = manifest.of([segment.header for segment in segments], shards)
+        target.commit(folder, manifest.encode(record))
+    return record
+
+
+def newest_to_flush(
+    segments: Sequence[Segment], role: str, flushed: Sequence[Version], *, marked_only: bool = True
+) -> list[Segment] | None:
+    """The newest whole step of one member that is newer than what is on storage, one segment a rank."""
+    groups: dict[tuple[Version, str], dict[int, Segment]] = {}
+    for segment in segments:
+        header = segment.header
+        if header.role == role and (header.flush or not marked_only):
+            # The own copy before one that is held for another node.
+            groups.setdefault((header.version, header.member), {}).setdefault(header.rank, segment)
+    newest_flushed = max(flushed, default=None)
+    for (version, _member), ranks in sorted(groups.items(), key=lambda group: group[0], reverse=True):
+        whole = set(ranks) == set(range(next(iter(ranks.values())).header.ranks))
+        if whole and (newest_flushed is None or version > newest_flushed):
+            return [ranks[rank] for rank in sorted(ranks)]
+    return None
+
+
+class Flusher:
+    """Flushes what is newest in a folder and keeps the storage within its bounds. Used by one thread or process."""
+
+    def __init__(
+        self,
+        folder: Path,
+        storage: str | os.PathLike[str] | Storage,
+        *,
+        role: str = "trainer",
+        keep: int = 3,
+        keep_every: int | None = None,
+        events: Events | None = None,
+    ) -> None:
+        self._folder = folder
+        self._storage = open_storage(storage)
+        self._role = role
+        self._keep = keep
+        self._keep_every = keep_every
+        self._events = events or Events()
+        self._flushed: set[Version] | None = None
+
+    def flush_newest(self, *, marked_only: bool = True) -> Manifest | None:
+        """One step, if there is one to flush (marked for it, or any). Raises StorageError or BadSegment after saying so as an event."""
+        if self._flushed is None:
+            self._flushed = {record.version for record in list_manifests(self._storage, self._role)}
+        chosen = newest_to_flush(shm.scan(self._folder), self._role, list(self._flushed), marked_only=marked_only)
+        if chosen is None:
+            return None
+        lineage, step = chosen[0].header.version
+        started = time.monotonic()
+        try:
+            record = flush_segment(chosen, self._storage)
+        except AlreadyFlushed:
+            self._flushed.add((lineage, step))
+            return None
+        except FileNotFoundError:
+            return None  # overwritten or removed meanwhile: the next call sees the newer one
+        except (StorageError, BadSegment) as error:
+            self._events.emit(Event(kind="flush_failed", text=str(error), lineage=lineage, step=step, tier="storage"))
+            raise
+        self._flushed.add(record.version)
+        self._events.emit(
+            Event(
+                kind="flush_committed",
+                text=manifest.folder_name(record),
+                lineage=lineage,
+                step=step,
+                tier="storage",
+                nbytes=record.nbytes,
+                seconds=time.monotonic() - started,
+            )
+        )
+        self.tidy()
+        return record
+
+    def tidy(self) -> list[str]:
+        """Deletes what retention lets go. A failure is told as an event and never fatal."""
+        try:
+            return tidy(self._storage, role=self._role, keep=self._keep, keep_every=self._keep_every, now=time.time())
+        except (EasyckptError, OSError) as error:
+            self._events.emit(Event(kind="housekeeping_failed", text=f"old checkpoints stay: {error}", tier="storage"))
+            return []
+
+
+def tidy(
+    storage: str | os.PathLike[str] | Storage, *, role: str, keep: int, keep_every: int | None = None, now: float
+) -> list[str]:
+    """Deletes checkpoints beyond `keep` and folders of flushes that died long ago; returns the folders' names."""
+    target = open_storage(storage)
+    committed: dict[Version, list[str]] = {}
+    strays = []
+    rewinds: set[Rewind] = set()
+    for folder, read in read_manifests(target):
+        if not folder.startswith(f"{role}/"):
+            continue
+        if isinstance(read, Manifest):
+            committed.setdefault(read.version, []).append(folder)
+            rewinds.update(read.rewinds)
+        elif read is None and target.age_seconds(folder, now) > STRAY_SECONDS:
+            strays.append(folder)
+    going = retain.to_delete(committed, keep=keep, keep_every=keep_every, rewinds=rewinds)
+    removed = [folder for version in going for folder in committed[version]] + strays
+    for folder in removed:
+        target.delete(folder)
+    return removed
+
+
+def verify_stored(storage: str | os.PathLike[str] | Storage, record: Manifest) -> None:
+    """Reads every byte of a checkpoint against its digests. Raises Corrupt, StorageError or OSError."""
+    target = open_storage(storage)
+    folder = manifest.folder_name(record)
+    for shard in record.shards:
+        where = f"{folder}/{shard.file}"
+        reader = target.open_shard(folder, shard.file)
+        try:
+            check = StreamCheck(shard_header(reader, shard, where), where=where)
+            block = memoryview(bytearray(shm.VERIFY_PIECE_BYTES))
+            for at in range(shard.prefix_bytes, shard.nbytes, len(block)):
+                piece = block[: min(len(block), shard.nbytes - at)]
+                reader.read_into(piece, at)
+                check.feed(piece)
+            check.finish()
+        finally:
+            reader.close()
+
+
+def _check_whole(segments: Sequence[Segment]) -> None:
+    if not segments:
+        raise EasyckptError("there is no segment to flush")
+    first = segments[0].header
+    same = {(one.header.member, one.header.version, one.header.ranks) for one in segments}
+    if len(same) != 1 or [one.header.rank for one in segments] != list(range(first.ranks)):
+        raise EasyckptError(
+            f"step {first.step} of {first.member} is not whole: it has {len(segments)} segments for {first.ranks} ranks;"
+            " only a whole step is flushed"
+        )
+
+
+@contextlib.contextmanager
+def _reopen(segment: Segment) -> Iterator[int]:
+    """The pinned file, proven to hold still what was chosen."""
+    fd = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if not shm.is_same(fd, segment):
+            raise FileNotFoundError(f"{segment.path} was overwritten before it was pinned")
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _write(fd: int, segment: Segment, target: Storage, folder: str) -> Shard:
+    name = manifest.shard_name(segment.header)
+    check = StreamCheck(segment.header, where=str(segment.path))
+    prefix = segment.prefix_bytes
+
+    with shm.mapped(fd, segment.nbytes) as view:
+
+        def pieces() -> Iterator[memoryview]:
+            for at in range(0, segment.nbytes, PIECE_BYTES):
+                piece = view[at : at + PIECE_BYTES]
+                check.feed(piece[max(0, prefix - at) :])
+                yield piece
+
+        target.write_shard(folder, name, pieces())
+        check.finish()
+        prefix_digest = digest.digest_bytes(view[:prefix])
+    return Shard(
+        rank=segment.header.rank,
+        file=name,
+        nbytes=segment.nbytes,
+        prefix_bytes=prefix,
+        prefix_digest=prefix_digest,
+        state_digest=segment.header.state_digest,
+    )

@@ -1,0 +1,60 @@
+"""Raw host memory: addresses, copies and page touching through libc, all outside the interpreter's lock. No torch, no numpy."""
+
+from __future__ import annotations
+
+import ctypes
+
+_MADV_POPULATE_READ = 22  # Linux 5.14
+_MADV_POPULATE_WRITE = 23
+_TOUCH_PIECE_BYTES = 64 << 20
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_libc.memcpy.restype = ctypes.c_void_p
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class _Buffer(ctypes.Structure):
+    """CPython's Py_buffer: ctypes itself takes only writable memory."""
+
+    _fields_ = [
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.py_object),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    ]
+
+
+def address_of(block: memoryview) -> int:
+    """Where a block lies; valid while its owner lives."""
+    buffer = _Buffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(block), ctypes.byref(buffer), 0)
+    try:
+        return buffer.buf or 0
+    finally:
+        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
+
+
+def block_at(address: int, nbytes: int) -> memoryview:
+    """A block of memory that something else keeps alive."""
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+
+
+def copy(target: int, source: int, nbytes: int) -> None:
+    _libc.memcpy(target, source, nbytes)
+
+
+def touch(address: int, nbytes: int, *, write: bool) -> bool:
+    """Maps every page of a mapping now (page-aligned address); False where the kernel cannot, and pages come one by one later."""
+    advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
+    for at in range(0, nbytes, _TOUCH_PIECE_BYTES):
+        if _libc.madvise(address + at, min(_TOUCH_PIECE_BYTES, nbytes - at), advice) != 0:
+            return False
+    return True

@@ -1,0 +1,225 @@
+"""One save at a time, from the training thread to the seal.
+
+    claim   a slot that may be overwritten, its seal zeroed (or none: the save is skipped)
+    begin   copy at once what may change before the next optimizer step, leave the rest to the saving thread
+    ready   wait for that thread's copy, no longer; hashing and sealing go on behind
+
+The first saves hash at once what is copied later: a tensor that something else than an optimizer changed meanwhile is named, the snapshot is
+not sealed, and that tensor is copied at once from then on.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from easyckpt import gate, layout, retain, shm, snapshot
+from easyckpt.errors import NotReady, Pinned, SaveFailed
+from easyckpt.events import Event, Events, Kind
+from easyckpt.layout import SegmentHeader, SegmentName, Version
+from easyckpt.retain import SlotState
+from easyckpt.slot import Slot
+from easyckpt.snapshot import Capture, Copy, Leaf
+
+PROVED_SAVES = 2
+
+
+class Job(msgspec.Struct, kw_only=True):
+    """One save on its way."""
+
+    header: SegmentHeader
+    """Without digests yet."""
+    slot: Slot
+    """Claimed."""
+    copy: Copy
+    """What is copied and hashed so far."""
+    later: list[Leaf]
+    """For the saving thread to copy."""
+    expected: dict[str, str]
+    """Digests of those at the moment of the save, in the first saves."""
+    copied: threading.Event
+    """Set when everything may change again."""
+    started: float
+    """Monotonic seconds."""
+
+
+class Saver:
+    """The slots of one rank and the thread that fills them."""
+
+    def __init__(
+        self,
+        folder: Path,
+        name: SegmentName,
+        *,
+        ranks: int,
+        slots: int,
+        overlap: bool,
+        events: Events,
+        on_sealed: Callable[[Path, SegmentHeader], None],
+        on_failed: Callable[[BaseException], None],
+    ) -> None:
+        self._folder = folder
+        self._name = name
+        self._ranks = ranks
+        self._overlap = overlap
+        self._events = events
+        self._on_sealed = on_sealed
+        self._on_failed = on_failed
+        names = [msgspec.structs.replace(name, slot=slot) for slot in range(slots)]
+        self._slots = [Slot(folder / str(one)) for one in names]
+        self._restless: set[str] = set()
+        self._begun = 0
+        self._job: Job | None = None
+        self._idle = threading.Event()
+        self._idle.set()
+        self._jobs: queue.Queue[Job | None] = queue.Queue(maxsize=1)
+        self._thread = threading.Thread(target=self._work, name=f"easyckpt-{name.stem}", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------------------------------------ training thread
+
+    def prepare(self, header: SegmentHeader) -> None:
+        """Takes and touches the memory of all slots that hold nothing yet. Raises NoRoom."""
+        for slot in self._slots:
+            if slot.version is None:
+                slot.fit(layout.room_for(header), header.data_bytes)
+                slot.touch()
+
+    def claim(self, header: SegmentHeader) -> Slot | None:
+        """A slot that is ours to write; None when every one must stay."""
+        chosen = retain.choose_slot(self._own_states(header), self._other_states())
+        if chosen is None:
+            self._skip(header, "no slot is free: one is being copied away, or holds the only whole step")
+            return None
+        slot = self._slots[chosen]
+        try:
+            slot.fit(layout.room_for(header), header.data_bytes)
+            slot.claim()
+        except Pinned as error:
+            self._skip(header, str(error))
+            return None
+        return slot
+
+    def begin(self, header: SegmentHeader, slot: Slot, captured: Capture, started: float) -> None:
+        copy = Copy(slot.view())
+        now, later = self._split(captured.stored)
+        copy.copy_only(now)
+        expected: dict[str, str] = {}
+        if self._begun < PROVED_SAVES:
+            expected = {leaf.entry.name: snapshot.source_digest(leaf.tensor) for leaf in later}
+        self._begun += 1
+        copied = threading.Event()
+        if not later:
+            copied.set()
+        self._job = Job(
+            header=header, slot=slot, copy=copy, later=later, expected=expected, copied=copied, started=started
+        )
+        self._idle.clear()
+        self._jobs.put(self._job)
+
+    def ready(self, timeout_seconds: float) -> None:
+        job = self._job
+        if job is None or job.copied.is_set():
+            return
+        started = time.monotonic()
+        job.copy.hurry = True
+        if not job.copied.wait(timeout_seconds):
+            step = job.header.step
+            raise NotReady(
+                f"the copy of step {step} is not done after {timeout_seconds} s: do not change the state yet"
+            )
+        self._tell("save_waited", job.header.version, seconds=time.monotonic() - started)
+
+    def settle(self, timeout_seconds: float) -> None:
+        """Until no save is on its way."""
+        job = self._job
+        if job is not None:
+            job.copy.hurry = True
+        if not self._idle.wait(timeout_seconds):
+            raise NotReady(f"the save before is not sealed after {timeout_seconds:.0f} s")
+
+    def close(self, timeout_seconds: float) -> None:
+        self._jobs.put(None, timeout=timeout_seconds)
+        self._thread.join(timeout_seconds)
+        for slot in self._slots:
+            slot.close()
+
+    def _own_states(self, header: SegmentHeader) -> list[SlotState]:
+        held = shm.pinned_names(self._folder)
+        for slot in self._slots:
+            if slot.is_lost():
+                self._tell("segment_lost", header.version, text=f"{slot.path} was removed or replaced by someone else")
+                slot.close()
+                slot.version = shm.peek(slot.path)
+        return [
+            SlotState(slot=index, version=slot.version, pinned=slot.path.name in held)
+            for index, slot in enumerate(self._slots)
+        ]
+
+    def _other_states(self) -> list[list[SlotState]]:
+        """The other ranks' slots in this folder. Ranks on other nodes are not seen here; their steps become whole on storage."""
+        if self._ranks == 1:
+            return []
+        found = shm.slot_states(self._folder, self._name.member)
+        return [states for rank, states in found.items() if rank != self._name.rank]
+
+    def _split(self, leaves: Sequence[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
+        """What has to be copied now, and what only an optimizer's step will change."""
+        if not self._overlap:
+            return list(leaves), []
+        governed = gate.governed_storages()
+        now: list[Leaf] = []
+        later: list[Leaf] = []
+        for leaf in leaves:
+            waits = (
+                leaf.entry.nbytes > snapshot.SMALL_BYTES
+                and leaf.tensor.untyped_storage().data_ptr() in governed
+                and leaf.entry.name not in self._restless
+            )
+            (later if waits else now).append(leaf)
+        return now, later
+
+    def _skip(self, header: SegmentHeader, text: str) -> None:
+        self._tell("save_skipped", header.version, text=text)
+
+    # -------------------------------------------------------------------------------------------------- saving thread
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._finish(job)
+            except BaseException as error:  # noqa: BLE001 - whatever it was, the trainer hears of it on its next call
+                self._tell("save_failed", job.header.version, text=str(error))
+                self._on_failed(error)
+            finally:
+                job.copied.set()
+                self._job = None
+                self._idle.set()
+
+    def _finish(self, job: Job) -> None:
+        job.copy.copy(job.later)
+        job.copied.set()
+        job.copy.hash_rest()
+        self._name_moved(job)
+        header = layout.with_digests(job.header, job.copy.digests)
+        job.slot.seal(header)
+        seconds = time.monotonic() - job.started
+        self._tell("save_sealed", header.version, tier="shm", nbytes=header.data_bytes, seconds=seconds)
+        self._on_sealed(job.slot.path, header)
+
+    def _name_moved(self, job: Job) -> None:
+        moved = [name for name, digest in job.expected.items() if job.copy.digests[name] != digest]
+        if moved:
+            self._restless.update(moved)
+            text = f"something else than an optimizer changed {moved} while it was copied"
+            self._tell("tensor_moved", job.header.version, text=f"{text}; copied at once from now on")
+            raise SaveFailed(f"step {job.header.step} was not saved: {text}. Call ready() before changing the state so")
+
+    def _tell(self, kind: Kind, version: Version, **fields: str | float) -> None:
+        lineage, step = version
+        self._events.emit(msgspec.convert({"kind": kind, "lineage": lineage, "step": step, **fields}, Event))

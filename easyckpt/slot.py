@@ -1,0 +1,138 @@
+"""One slot as its writer holds it: memory that is allocated and touched once, then written over and over.
+
+The order that makes a kill at any byte harmless: `claim` zeroes the seal before the first byte of a new write, the tensors and the header are
+written, `seal` writes the eight bytes of the length last. A slot is never truncated or shrunk, since a reader may have it mapped: a layout
+of another size gets a new file under the same name.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+from easyckpt import layout, memory, shm
+from easyckpt.layout import SegmentHeader, Version
+
+
+class Slot:
+    """A segment file open for writing. Used by one thread at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.prefix_bytes = 0
+        self.data_bytes = 0
+        self.version: Version | None = shm.peek(path)
+        self._fd = -1
+        self._memory: mmap.mmap | None = None
+        self._touched = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.prefix_bytes + self.data_bytes
+
+    @property
+    def is_touched(self) -> bool:
+        return self._touched
+
+    def fits(self, prefix_bytes: int, data_bytes: int) -> bool:
+        """Whether the open file holds that much and is still the one its name leads to."""
+        return (
+            self._memory is not None
+            and self.data_bytes == data_bytes
+            and self.prefix_bytes >= prefix_bytes
+            and not self.is_lost()
+        )
+
+    def is_lost(self) -> bool:
+        """Whether someone unlinked or replaced the file under us."""
+        if self._fd < 0:
+            return False
+        try:
+            return not os.path.samestat(os.stat(self.path), os.fstat(self._fd))
+        except FileNotFoundError:
+            return True
+
+    def fit(self, prefix_bytes: int, data_bytes: int) -> None:
+        """Makes the slot that large: adopts the file that is there, or a new one. Raises NoRoom; Pinned if it must not go."""
+        if self.fits(prefix_bytes, data_bytes):
+            return
+        self.close()
+        if not self._adopt(prefix_bytes, data_bytes):
+            self._create(prefix_bytes, data_bytes)
+        self._memory = mmap.mmap(self._fd, self.nbytes)
+        self.data_bytes = data_bytes
+        self._touched = False
+
+    def touch(self) -> None:
+        """Maps every page now, outside the interpreter's lock, so that no save pays for a page fault."""
+        if not self._touched:
+            self._touched = memory.touch(self.address, self.nbytes, write=True)
+
+    @property
+    def address(self) -> int:
+        """Of the first byte. Valid until `close` or the next `fit`."""
+        if self._memory is None:
+            raise ValueError(f"{self.path} is not open")
+        return memory.address_of(memoryview(self._memory))
+
+    @property
+    def data_address(self) -> int:
+        return self.address + self.prefix_bytes
+
+    def view(self) -> memoryview:
+        """The tensor bytes. Release it before `close`."""
+        if self._memory is None:
+            raise ValueError(f"{self.path} is not open")
+        return memoryview(self._memory)[self.prefix_bytes :]
+
+    def claim(self) -> None:
+        """Zeroes the seal: from here on the old content is gone. Raises Pinned if it is being copied away."""
+        with shm.locked(self._fd, str(self.path)):
+            shm.refuse_pinned(self.path)
+            os.pwrite(self._fd, layout.UNSEALED, 0)
+        self.version = None
+
+    def seal(self, header: SegmentHeader) -> None:
+        """Writes the header behind the zero seal, then the seal. A system call each, so other processes see them in this order."""
+        prefix = layout.encode(header, self.prefix_bytes)
+        os.pwrite(self._fd, prefix[8:], 8)
+        os.pwrite(self._fd, prefix[:8], 0)
+        self.version = header.version
+
+    def close(self) -> None:
+        """Lets go of the file, which stays."""
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _adopt(self, prefix_bytes: int, data_bytes: int) -> bool:
+        """Takes the file of a predecessor if its size suits: its memory is there already."""
+        try:
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return False
+        found = os.fstat(self._fd).st_size - data_bytes
+        if prefix_bytes <= found <= 2 * prefix_bytes and found % layout.PAGE_BYTES == 0:
+            self.prefix_bytes, self.data_bytes = found, data_bytes
+            shm.allocate(self._fd, self.nbytes, str(self.path))
+            return True
+        os.close(self._fd)
+        self._fd = -1
+        return False
+
+    def _create(self, prefix_bytes: int, data_bytes: int) -> None:
+        shm.refuse_pinned(self.path)
+        self.path.unlink(missing_ok=True)
+        self.version = None
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self.prefix_bytes, self.data_bytes = prefix_bytes, data_bytes
+        try:
+            shm.allocate(self._fd, self.nbytes, str(self.path))
+        except BaseException:
+            self.path.unlink(missing_ok=True)
+            self.close()
+            raise

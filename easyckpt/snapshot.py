@@ -1,0 +1,213 @@
+"""What is in a state, and how its bytes get into a segment.
+
+`capture` walks a nested state once: tensors become entries (tied ones once, a view with its own bytes only, of a DTensor the local shard), all
+else becomes JSON at once. `Copy` moves the tensors: those that may change before the next optimizer step are copied by the caller, the others
+by a thread, chunk by chunk, each chunk hashed while it is in cache. memcpy and XXH3 both run outside the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+from xxhash import xxh3_128
+
+from easyckpt import gate, memory, tree
+from easyckpt.digest import digest_bytes
+from easyckpt.errors import Unsupported
+from easyckpt.layout import DTYPES, TensorEntry, place
+
+CHUNK_BYTES = 2 << 20
+SMALL_BYTES = 64 << 10
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+class Leaf(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor of a state."""
+
+    entry: TensorEntry
+    """Its place in the segment."""
+    tensor: torch.Tensor
+    """What this rank holds of it; keeps the memory alive while it is copied."""
+
+
+class Capture(msgspec.Struct, frozen=True, kw_only=True):
+    """A state, walked."""
+
+    leaves: tuple[Leaf, ...]
+    """All tensors, in file order, aliases after what they share."""
+    extra: Any
+    """The rest, as JSON."""
+
+    @property
+    def entries(self) -> tuple[TensorEntry, ...]:
+        return tuple(leaf.entry for leaf in self.leaves)
+
+    @property
+    def stored(self) -> list[Leaf]:
+        return [leaf for leaf in self.leaves if not leaf.entry.alias_of]
+
+
+def capture(state: Any) -> Capture:
+    """Raises Unsupported with the path of what a snapshot cannot hold."""
+    tensors: dict[str, torch.Tensor] = {}
+    entries: list[TensorEntry] = []
+    seen: dict[tuple[Any, ...], str] = {}
+
+    def leaf(path: tree.Path, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            name = tree.join(path)
+            local, entry = _entry(name, value)
+            key = _identity(local)
+            if key is not None and seen.setdefault(key, name) != name:
+                entry = msgspec.structs.replace(entry, alias_of=seen[key])
+            tensors[name] = local
+            entries.append(entry)
+            return tree.TensorAt(name)
+        if isinstance(value, torch.optim.Optimizer):
+            gate.knows(value)
+        return value.state_dict() if is_stateful(value) else value
+
+    extra = tree.encode(state, leaf)
+    placed = place(entries)
+    return Capture(leaves=tuple(Leaf(entry=entry, tensor=tensors[entry.name]) for entry in placed), extra=extra)
+
+
+def is_stateful(value: Any) -> bool:
+    """A module, optimizer, scheduler, scaler, data loader: anything that gives and takes a state_dict."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def global_box(name: str, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """(shape of the whole, where this rank's part begins) of a DTensor; None for a plain tensor."""
+    local = getattr(tensor, "_local_tensor", None)
+    if local is None:
+        return None
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    assert isinstance(tensor, DTensor)  # noqa: S101 - nothing else has a _local_tensor here: see _entry
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise Unsupported(
+            f"state[{name!r}] is a partial DTensor: reduce it (full_tensor or redistribute) before it is saved"
+        )
+    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if tuple(shape) != tuple(local.shape):
+        raise Unsupported(f"state[{name!r}] has an irregular shard {tuple(local.shape)}; nothing was saved")
+    return tuple(tensor.shape), tuple(offsets)
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _entry(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, TensorEntry]:
+    kind = type(tensor)
+    if kind not in _PLAIN_TYPES and kind.__module__ != "torch.distributed.tensor":
+        raise Unsupported(
+            f"state[{name!r}] is a tensor subclass, {kind.__module__}.{kind.__qualname__}, whose inner parts are not known; nothing was saved."
+            " Put its plain tensors into the state instead"
+        )
+    local = gate.local_part(tensor).detach()
+    if local.layout != torch.strided or local.device.type == "meta" or local.is_quantized:
+        raise Unsupported(
+            f"state[{name!r}] is {local.layout} on {local.device}: only dense tensors with data can be saved"
+        )
+    if dtype_name(local) not in DTYPES:
+        raise Unsupported(f"state[{name!r}] has type {local.dtype}, which a snapshot cannot hold; nothing was saved")
+    box = global_box(name, tensor)
+    entry = TensorEntry(
+        name=name,
+        dtype=dtype_name(local),
+        shape=tuple(local.shape),
+        global_shape=box[0] if box else None,
+        global_offsets=box[1] if box else None,
+    )
+    return local, entry
+
+
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Equal for tensors that are the same memory seen the same way: tied weights. None for those that have no memory."""
+    if tensor.numel() == 0:
+        return None
+    return (
+        tensor.device,
+        tensor.data_ptr(),
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- copy
+
+
+def is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie in host memory in the order of the file."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def view_at(block: memoryview, entry: TensorEntry) -> torch.Tensor:
+    """The tensor in a segment's memory, without a copy."""
+    if entry.nbytes == 0:
+        return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+    flat = torch.frombuffer(block, dtype=torch.uint8, count=entry.nbytes, offset=entry.offsets[0])
+    return flat.view(getattr(torch, entry.dtype)).view(entry.shape)
+
+
+class Copy:
+    """Moves captured tensors into the memory of one claimed slot and hashes them."""
+
+    def __init__(self, block: memoryview) -> None:
+        self._memory = block
+        self._address = memory.address_of(block)
+        self._unhashed: list[Leaf] = []
+        self.digests: dict[str, str] = {}
+        self.hurry = False
+        """Set by who waits: hashing is put off until all is copied."""
+
+    def copy(self, leaves: Sequence[Leaf]) -> None:
+        """Copies and hashes, chunk by chunk; with `hurry` only copies, and leaves the hashing to `hash_rest`."""
+        for leaf in leaves:
+            if self.hurry or not is_plain_memory(leaf.tensor):
+                self.copy_only([leaf])
+            else:
+                self._copy_and_hash(leaf)
+
+    def copy_only(self, leaves: Sequence[Leaf]) -> None:
+        for leaf in leaves:
+            begin, end = leaf.entry.offsets
+            if is_plain_memory(leaf.tensor):
+                memory.copy(self._address + begin, leaf.tensor.data_ptr(), end - begin)
+            elif end > begin:
+                view_at(self._memory, leaf.entry).copy_(leaf.tensor)
+        self._unhashed.extend(leaves)
+
+    def hash_rest(self) -> None:
+        for leaf in self._unhashed:
+            begin, end = leaf.entry.offsets
+            self.digests[leaf.entry.name] = digest_bytes(self._memory[begin:end])
+        self._unhashed.clear()
+
+    def _copy_and_hash(self, leaf: Leaf) -> None:
+        begin, end = leaf.entry.offsets
+        source = leaf.tensor.data_ptr()
+        running = xxh3_128()
+        for at in range(begin, end, CHUNK_BYTES):
+            stop = min(at + CHUNK_BYTES, end)
+            memory.copy(self._address + at, source + at - begin, stop - at)
+            running.update(self._memory[at:stop])
+        self.digests[leaf.entry.name] = running.hexdigest()
+
+
+def source_digest(tensor: torch.Tensor) -> str:
+    """Of the tensor as it is now, to see whether it moved since it was copied."""
+    plain = tensor if is_plain_memory(tensor) else tensor.cpu().contiguous().resolve_conj().resolve_neg()
+    if plain.numel() == 0:
+        return digest_bytes(b"")
+    nbytes = plain.numel() * plain.element_size()
+    return digest_bytes(memory.block_at(plain.data_ptr(), nbytes))

@@ -1,0 +1,212 @@
+"""Where a snapshot can be read from: every shard of every version over memory, peer copies and storage, as candidates. No torch.
+
+A candidate is one member's snapshot of one version that is whole: each rank's shard lies in some tier. Shards of different members are not
+mixed. Candidates come newest first; what a later lineage went back behind is none. Opening a shard gives its proven header and a reader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Literal, Protocol
+
+import msgspec
+
+from easyckpt import manifest, shm
+from easyckpt.errors import Torn
+from easyckpt.layout import Rewind, SegmentHeader, Version, is_dead
+from easyckpt.manifest import Manifest, Shard
+from easyckpt.shm import Segment
+from easyckpt.storage import Reader, Storage, list_manifests, shard_header
+
+Tier = Literal["shm", "peer", "storage"]
+TIERS: tuple[Tier, ...] = ("shm", "peer", "storage")
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """One shard in one tier."""
+
+    tier: Tier
+    """Where it lies."""
+    rank: int
+    """Whose shard it is."""
+    segment: Segment | None = None
+    """In memory."""
+    record: Manifest | None = None
+    """On storage."""
+    shard: Shard | None = None
+    """On storage."""
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """One member's whole snapshot of one version."""
+
+    lineage: int
+    """Of the version."""
+    step: int
+    """Of the version."""
+    chain: str
+    """Hash chain of the applied (step, batch digest) pairs."""
+    tier: Tier
+    """The farthest tier that a shard has to come from."""
+    member: str
+    """Whose snapshot it is."""
+    state_digest: str
+    """Of rank 0's tensors: equal on members that hold the same state."""
+    ranks: int = 1
+    """Ranks of the member."""
+    sources: tuple[Source, ...] = ()
+    """All shards, nearest tier first within a rank."""
+
+    @property
+    def version(self) -> Version:
+        return (self.lineage, self.step)
+
+    def of_rank(self, rank: int) -> list[Source]:
+        return [source for source in self.sources if source.rank == rank]
+
+
+class OpenShard(Protocol):
+    """A shard ready to be read."""
+
+    header: SegmentHeader
+    where: str
+
+    def view(self) -> memoryview | None:
+        """All tensor bytes as mapped memory, or None where they have to be read."""
+
+    def read_into(self, target: memoryview, at: int) -> None:
+        """Fills `target` from the tensor bytes at `at`."""
+
+    def explain(self, error: Exception) -> Exception:
+        """What bytes that did not match mean here: damage, or a writer that came meanwhile."""
+
+
+def find(
+    folder: Path | None, storage: Storage | None, *, role: str, member: str | None = None, own: str = ""
+) -> list[Candidate]:
+    """Whole candidates, newest first; of one version the own member first, then the nearest tier."""
+    held: dict[tuple[Version, str], list[tuple[SegmentHeader | Manifest, Source]]] = {}
+    rewinds: set[Rewind] = set()
+    for header, source in _every(folder, storage, role):
+        rewinds.update(header.rewinds)
+        if member is None or header.member == member:
+            held.setdefault((header.version, header.member), []).append((header, source))
+    found = []
+    for (version, _), shards in held.items():
+        if not is_dead(version, rewinds) and (candidate := _candidate(shards)) is not None:
+            found.append(candidate)
+    found.sort(key=lambda one: (one.member != own, TIERS.index(one.tier), one.member))
+    found.sort(key=lambda one: one.version, reverse=True)
+    return found
+
+
+@contextlib.contextmanager
+def open_source(source: Source, storage: Storage | None) -> Iterator[OpenShard]:
+    """Raises BadSegment, StorageError or OSError when the shard cannot be used."""
+    if source.segment is not None:
+        with _open_memory(source.segment) as memory:
+            yield memory
+    elif source.record is not None and source.shard is not None and storage is not None:
+        folder = manifest.folder_name(source.record)
+        reader = storage.open_shard(folder, source.shard.file)
+        try:
+            yield _StoredShard(reader, source.shard, f"{folder}/{source.shard.file}")
+        finally:
+            reader.close()
+
+
+def _every(
+    folder: Path | None, storage: Storage | None, role: str
+) -> Iterator[tuple[SegmentHeader | Manifest, Source]]:
+    for segment in shm.scan(folder) if folder is not None else []:
+        if segment.header.role == role:
+            yield segment.header, Source(tier=segment.tier, rank=segment.header.rank, segment=segment)
+    for record in list_manifests(storage, role) if storage is not None else []:
+        for shard in record.shards:
+            yield record, Source(tier="storage", rank=shard.rank, record=record, shard=shard)
+
+
+def _candidate(shards: list[tuple[SegmentHeader | Manifest, Source]]) -> Candidate | None:
+    """None unless every rank's shard is somewhere."""
+    shards.sort(key=lambda one: (one[1].rank, TIERS.index(one[1].tier)))
+    sources = tuple(source for _, source in shards)
+    first = shards[0][0]
+    nearest: dict[int, Tier] = {}
+    for source in sources:
+        nearest.setdefault(source.rank, source.tier)
+    if set(nearest) != set(range(first.ranks)):
+        return None
+    return Candidate(
+        lineage=first.lineage,
+        step=first.step,
+        chain=first.chain,
+        tier=max(nearest.values(), key=TIERS.index),
+        member=first.member,
+        state_digest=_state_digest(first, sources[0]),
+        ranks=first.ranks,
+        sources=sources,
+    )
+
+
+def _state_digest(header: SegmentHeader | Manifest, source: Source) -> str:
+    if isinstance(header, SegmentHeader):
+        return header.state_digest
+    return source.shard.state_digest if source.shard else ""
+
+
+@contextlib.contextmanager
+def _open_memory(segment: Segment) -> Iterator[OpenShard]:
+    fd = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        now = shm.segment_of(fd, segment.path)
+        if now.header != segment.header:
+            raise Torn(f"{segment.path} was overwritten since it was found; a newer one is there")
+        with shm.mapped(fd, segment.nbytes) as view:
+            yield _MappedShard(fd, now, view)
+    finally:
+        os.close(fd)
+
+
+class _MappedShard:
+    def __init__(self, fd: int, segment: Segment, view: memoryview) -> None:
+        self.header = segment.header
+        self.where = str(segment.path)
+        self._fd = fd
+        self._segment = segment
+        self._view = view[segment.prefix_bytes :]
+
+    def view(self) -> memoryview | None:
+        return self._view
+
+    def read_into(self, target: memoryview, at: int) -> None:
+        target[:] = self._view[at : at + len(target)]
+
+    def explain(self, error: Exception) -> Exception:
+        if shm.is_same(self._fd, self._segment):
+            return error
+        return Torn(f"{self.where} was written to while it was read; a newer one will follow")
+
+
+class _StoredShard:
+    def __init__(self, reader: Reader, shard: Shard, where: str) -> None:
+        self.header = shard_header(reader, shard, where)
+        self.where = where
+        self._reader = reader
+        self._prefix_bytes = shard.prefix_bytes
+
+    def view(self) -> memoryview | None:
+        return None
+
+    def read_into(self, target: memoryview, at: int) -> None:
+        self._reader.read_into(target, self._prefix_bytes + at)
+
+    def explain(self, error: Exception) -> Exception:
+        return error
+
+
+def versions(candidates: Iterable[Candidate]) -> list[Version]:
+    """Distinct versions in the order of the candidates."""
+    return list(dict.fromkeys(candidate.version for candidate in candidates))

@@ -1,0 +1,292 @@
+"""Where checkpoints become durable: a folder (disk, NFS, object-store mount). No torch, no numpy.
+
+Data first, marker last: a shard is written under a hidden name, fsynced and renamed; the manifest appears whole, once, by an exclusive link.
+Deleting goes the other way round: the manifest first. Writes are O_DIRECT from the aligned segment where the file system takes it, buffered
+where not. Errors of the system become StorageFull, StorageDenied or StorageError; what was committed before is never touched by a failure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+from easyckpt import digest, layout, manifest
+from easyckpt.errors import AlreadyFlushed, Corrupt, EasyckptError, StorageDenied, StorageError, StorageFull
+from easyckpt.layout import PAGE_BYTES, SegmentHeader
+from easyckpt.manifest import FILE_NAME, Manifest, Shard
+
+PART_SUFFIX = ".part"
+
+
+class Reader(Protocol):
+    """An open shard."""
+
+    nbytes: int
+
+    def read_into(self, target: memoryview, at: int) -> None:
+        """Fills `target` with the bytes from `at` on."""
+
+    def close(self) -> None: ...
+
+
+class Storage(Protocol):
+    """Five verbs. A folder of a checkpoint is named ROLE/lLLL-sSSSSSSSSS-eEEE; names are relative to the storage."""
+
+    def write_shard(self, folder: str, name: str, pieces: Iterable[memoryview]) -> None:
+        """Makes one file durable. The pieces may be reused as soon as the next one is asked for."""
+
+    def commit(self, folder: str, raw: bytes) -> None:
+        """Publishes the manifest, exclusively and last. Raises AlreadyFlushed."""
+
+    def folders(self) -> list[str]:
+        """All folders that look like checkpoints, committed or not."""
+
+    def read_manifest(self, folder: str) -> bytes | None:
+        """None when the folder was never committed."""
+
+    def open_shard(self, folder: str, name: str) -> Reader: ...
+
+    def delete(self, folder: str) -> None:
+        """Removes a checkpoint, its manifest first."""
+
+    def age_seconds(self, folder: str, now: float) -> float:
+        """Since something was last written into the folder."""
+
+
+def open_storage(where: str | os.PathLike[str] | Storage) -> Storage:
+    """A storage by its path."""
+    if isinstance(where, str | os.PathLike):
+        text = os.fspath(where)
+        if "://" in text and not text.startswith("file://"):
+            raise EasyckptError(f"storage {text!r}: only folders can be written; mount it, and name the mount point")
+        return FolderStorage(Path(text.removeprefix("file://")))
+    return where
+
+
+class Files:
+    """The system calls under a FolderStorage, one place to watch or to break."""
+
+    def open(self, path: Path, flags: int) -> int:
+        return os.open(path, flags | os.O_CLOEXEC, 0o666)
+
+    def write(self, fd: int, block: memoryview, at: int) -> int:
+        return os.pwrite(fd, block, at)
+
+    def fsync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.rename(source, target)
+
+    def link(self, source: Path, target: Path) -> None:
+        os.link(source, target)
+
+
+class FolderStorage:
+    """A folder, made when first written to; existing parents keep their modes, new files follow the umask."""
+
+    def __init__(self, root: Path, files: Files | None = None) -> None:
+        self.root = root
+        self._files = files or Files()
+
+    def write_shard(self, folder: str, name: str, pieces: Iterable[memoryview]) -> None:
+        target = self.root / folder / name
+        part = target.with_name(f".{name}.{os.getpid()}{PART_SUFFIX}")
+        with told(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self._write(part, pieces)
+                self._files.rename(part, target)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    part.unlink()
+                raise
+
+    def commit(self, folder: str, raw: bytes) -> None:
+        target = self.root / folder / FILE_NAME
+        part = target.with_name(f".{FILE_NAME}.{os.getpid()}{PART_SUFFIX}")
+        with told(target):
+            self._sync_folder(target.parent)
+            try:
+                self._write(part, [memoryview(raw)])
+                self._publish(part, target, raw)
+            except FileExistsError as error:
+                raise AlreadyFlushed(f"{target} was committed by another writer; this flush is dropped") from error
+            finally:
+                with contextlib.suppress(OSError):
+                    part.unlink()
+            for level in (target.parent, target.parent.parent, self.root):
+                self._sync_folder(level)
+
+    def folders(self) -> list[str]:
+        found = []
+        for role in _subfolders(self.root):
+            found += [f"{role}/{name}" for name in _subfolders(self.root / role) if manifest.parse_folder(name)]
+        return found
+
+    def read_manifest(self, folder: str) -> bytes | None:
+        try:
+            return (self.root / folder / FILE_NAME).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def open_shard(self, folder: str, name: str) -> Reader:
+        return FileReader(self.root / folder / name)
+
+    def delete(self, folder: str) -> None:
+        path = self.root / folder
+        with told(path):
+            (path / FILE_NAME).unlink(missing_ok=True)
+            self._sync_folder(path)
+            for file in list(path.iterdir()):
+                file.unlink(missing_ok=True)
+            path.rmdir()
+
+    def age_seconds(self, folder: str, now: float) -> float:
+        path = self.root / folder
+        times = [path.stat().st_mtime, *(entry.stat().st_mtime for entry in os.scandir(path))]
+        return now - max(times)
+
+    def _publish(self, part: Path, target: Path, raw: bytes) -> None:
+        """The manifest appears whole or not at all; where the file system has no links, it is written in place, with its digest as proof."""
+        try:
+            self._files.link(part, target)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+                raise
+            fd = self._files.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            self._write_all(fd, [memoryview(raw)])
+
+    def _write(self, path: Path, pieces: Iterable[memoryview]) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        try:
+            fd = self._files.open(path, flags | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            fd = self._files.open(path, flags)
+        self._write_all(fd, pieces)
+
+    def _write_all(self, fd: int, pieces: Iterable[memoryview]) -> None:
+        try:
+            at = 0
+            for piece in pieces:
+                done = 0
+                while done < len(piece):
+                    done += self._write_some(fd, piece[done:], at + done)
+                at += done
+            self._files.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def _write_some(self, fd: int, block: memoryview, at: int) -> int:
+        """One write; direct while everything is aligned, buffered from the first block on that is not, or that is refused."""
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        if flags & os.O_DIRECT:
+            aligned = len(block) // PAGE_BYTES * PAGE_BYTES
+            try:
+                if aligned and at % PAGE_BYTES == 0 and (written := self._files.write(fd, block[:aligned], at)):
+                    return written
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        written = self._files.write(fd, block, at)
+        if written == 0:
+            raise OSError(errno.EIO, "the file system took no bytes")
+        return written
+
+    def _sync_folder(self, path: Path) -> None:
+        fd = self._files.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            self._files.fsync(fd)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EBADF):  # some network file systems sync no folders
+                raise
+        finally:
+            os.close(fd)
+
+
+class FileReader:
+    """A shard as a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.nbytes = os.fstat(self._fd).st_size
+
+    def read_into(self, target: memoryview, at: int) -> None:
+        done = 0
+        while done < len(target):
+            # One call moves at most 0x7ffff000 bytes.
+            count = os.preadv(self._fd, [target[done : done + (1 << 30)]], at + done)
+            if count == 0:
+                raise StorageError(f"{self.path} ends at {at + done}: it was cut short; another copy is tried")
+            done += count
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def list_manifests(storage: str | os.PathLike[str] | Storage, role: str | None = None) -> list[Manifest]:
+    """Every committed checkpoint whose manifest is intact, newest first."""
+    found = (read for folder, read in read_manifests(open_storage(storage)) if isinstance(read, Manifest))
+    chosen = [read for read in found if role is None or read.role == role]
+    return sorted(chosen, key=lambda read: (read.version, read.epoch), reverse=True)
+
+
+def read_manifests(storage: Storage) -> Iterator[tuple[str, Manifest | EasyckptError | None]]:
+    """Each checkpoint folder with its manifest, with what is wrong with it, or with None where none was committed."""
+    for folder in storage.folders():
+        raw = storage.read_manifest(folder)
+        if raw is None:
+            yield folder, None
+            continue
+        try:
+            yield folder, manifest.decode(raw, where=f"{folder}/{FILE_NAME}")
+        except EasyckptError as error:
+            yield folder, error
+
+
+def shard_header(reader: Reader, shard: Shard, where: str) -> SegmentHeader:
+    """The header of a shard, proven by the manifest. Raises Corrupt."""
+    if reader.nbytes != shard.nbytes or not 8 <= shard.prefix_bytes <= shard.nbytes:
+        raise Corrupt(f"{where} has {reader.nbytes} bytes, its manifest says {shard.nbytes}; another copy is tried")
+    prefix = bytearray(shard.prefix_bytes)
+    reader.read_into(memoryview(prefix), 0)
+    if digest.digest_bytes(prefix) != shard.prefix_digest:
+        raise Corrupt(f"{where}: the header does not match the manifest's digest; another copy is tried")
+    header = layout.decode(prefix, where=where)
+    if shard.prefix_bytes + header.data_bytes != shard.nbytes or header.state_digest != shard.state_digest:
+        raise Corrupt(f"{where}: header and manifest do not belong together; another copy is tried")
+    return header
+
+
+@contextlib.contextmanager
+def told(path: Path) -> Iterator[None]:
+    """System errors as ours: what happened, what is intact, what to do."""
+    try:
+        yield
+    except OSError as error:
+        intact = "The checkpoints committed before are intact and training goes on."
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageFull(
+                f"no space left for {path} ({error.strerror}). {intact} Free some, or lower keep="
+            ) from error
+        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise StorageDenied(
+                f"{path} may not be written ({error.strerror}). {intact} Mend its rights or mount"
+            ) from error
+        raise StorageError(f"writing {path} failed ({error.strerror}). {intact}") from error
+
+
+def _subfolders(path: Path) -> list[str]:
+    try:
+        return sorted(entry.name for entry in os.scandir(path) if entry.is_dir(follow_symlinks=False))
+    except (FileNotFoundError, NotADirectoryError):
+        return []

@@ -1,0 +1,109 @@
+"""The state without its tensors, as JSON and back, pure: every value comes back as it was, or is refused by its path.
+
+    dict with string keys   a JSON object          dict with other keys   {"$dict": [[key, value], ...]}
+    tuple                   {"$tuple": [...]}      tensor                 {"$tensor": "path/of/it"}
+    bytes                   {"$bytes": base64}     nan, inf, big integers {"$float": "nan"}, {"$int": "..."}
+
+Nothing is pickled and nothing is looked up by name: what comes out is dicts, lists, tuples, strings, numbers, bytes and None.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from easyckpt.errors import Unsupported
+
+Path = tuple[str, ...]
+_JSON_INT_LIMIT = 1 << 63
+
+
+def part(key: object) -> str:
+    """One part of a path: "/" and "~" inside a key are written as JSON pointers write them."""
+    return str(key).replace("~", "~0").replace("/", "~1")
+
+
+def join(path: Path) -> str:
+    return "/".join(path)
+
+
+def encode(value: Any, leaf: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+    """JSON for `value`. `leaf` is asked first: it returns a replacement for what it takes (a tensor), a new value to go on with, or `value`."""
+    value = leaf(path, value)
+    match value:
+        case None | bool() | str():
+            return value
+        case int():
+            return int(value) if -_JSON_INT_LIMIT <= value < _JSON_INT_LIMIT else {"$int": str(value)}
+        case float():
+            return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+        case TensorAt():
+            return {"$tensor": value.name}
+        case Mapping():
+            return _encode_mapping(value, leaf, path)
+        case list():
+            return [encode(item, leaf, (*path, str(index))) for index, item in enumerate(value)]
+        case tuple() if not hasattr(value, "_fields"):
+            return {"$tuple": [encode(item, leaf, (*path, str(index))) for index, item in enumerate(value)]}
+        case bytes():
+            return {"$bytes": base64.b64encode(value).decode()}
+    raise Unsupported(
+        f"state[{join(path)!r}] is a {type(value).__module__}.{type(value).__qualname__}, which a snapshot cannot hold; nothing was saved."
+        " Put a tensor, a number, text, bytes, a dict, list or tuple of these, or an object with state_dict() there"
+    )
+
+
+class TensorAt:
+    """Stands where a tensor was."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def decode(document: Any, tensor: Callable[[str], Any]) -> Any:
+    """The value again, with `tensor(name)` where a tensor was."""
+    if isinstance(document, list):
+        return [decode(item, tensor) for item in document]
+    if not isinstance(document, dict):
+        return document
+    if len(document) == 1:
+        ((key, value),) = document.items()
+        match key:
+            case "$tensor":
+                return tensor(value)
+            case "$dict":
+                return {decode(item[0], tensor): decode(item[1], tensor) for item in value}
+            case "$tuple":
+                return tuple(decode(item, tensor) for item in value)
+            case "$bytes":
+                return base64.b64decode(value)
+            case "$float":
+                return float(value)
+            case "$int":
+                return int(value)
+    return {key: decode(value, tensor) for key, value in document.items()}
+
+
+def _encode_mapping(value: Mapping[Any, Any], leaf: Callable[[Path, Any], Any], path: Path) -> Any:
+    parts = [part(key) for key in value]
+    if len(set(parts)) != len(parts):
+        raise Unsupported(
+            f"state[{join(path)!r}] has keys that read the same ({sorted(parts)}); nothing was saved. Rename one"
+        )
+    items = [(key, encode(item, leaf, (*path, name))) for name, (key, item) in zip(parts, value.items(), strict=True)]
+    if all(isinstance(key, str) and not key.startswith("$") for key in value):
+        return dict(items)
+    for key in value:
+        if not isinstance(key, str | int | float | bool | None):
+            raise Unsupported(
+                f"state[{join(path)!r}] has a key of {type(key)}, which a snapshot cannot hold; use text or a number"
+            )
+    return {"$dict": [[encode(key, _as_is), item] for key, item in items]}
+
+
+def _as_is(_path: Path, value: Any) -> Any:
+    return value
