@@ -36,8 +36,9 @@ def names(requirements: list[str]) -> set[str]:
     return {re.split(r"[\[<>=!~ ]", requirement)[0].lower() for requirement in requirements}
 
 
-def run(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *words], cwd=root, capture_output=True, text=True, check=False, timeout=110)
+def run(root: Path, *words: str, timeout_seconds: float = 110) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, timeout=timeout_seconds)
 
 
 def test_the_arrows_between_packages(root: Path) -> None:
@@ -140,3 +141,17 @@ def test_make_targets_exist(root: Path) -> None:
     assert {"setup", "run", "test", "test-long", "lint", "bench-main", "soak", "model"} <= targets
     readme = (root / "README.md").read_text(encoding="utf-8").partition("<!-- tree")[0]
     assert set(re.findall(r"\bmake ([a-z-]+)", readme)) <= targets
+
+
+@pytest.mark.parametrize("words", [("check", "."), ("format", "--check", ".")], ids=" ".join)
+def test_style(root: Path, words: tuple[str, ...]) -> None:
+    """ruff has nothing to say: all its rules are on, each exception in pyproject.toml has its reason."""
+    done = run(root, "-m", "ruff", *words)
+    assert done.returncode == 0, done.stdout[-6000:]
+
+
+@pytest.mark.timeout(400)
+def test_types(root: Path) -> None:
+    """mypy --strict has nothing to say about the four packages."""
+    done = run(root, "-m", "mypy", timeout_seconds=380)
+    assert done.returncode == 0, done.stdout[-6000:]
