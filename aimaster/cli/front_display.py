@@ -14,6 +14,7 @@ from aimaster.wire.status import IncidentStatus, JobStatus
 from aimaster.wire.topology import JobPlan
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.progress import TaskID
 
 PLAIN_LINE_SECONDS = 10.0
@@ -59,21 +60,17 @@ class PlainDisplay:
 
 
 class BarDisplay:
-    """rich's progress bar with the figures after it; notes scroll above."""
+    """A progress bar of rich and the figures below it; notes scroll above."""
 
     def __init__(self, stream: TextIO) -> None:
+        from rich.live import Live
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn())
         self._console = console(stream)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[figures]}"),
-            console=self._console,
-            transient=False,
-        )
+        self._progress = Progress(*columns, console=self._console)
+        self._figures = ""
+        self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self._drawn)
         self._task: TaskID | None = None
 
     def note(self, text: str) -> None:
@@ -81,13 +78,20 @@ class BarDisplay:
 
     def show(self, status: JobStatus) -> None:
         if self._task is None:
-            self._task = self._progress.add_task(status.name, total=status.steps, figures="")
-            self._progress.start()
-        line = f"{status.name} {status.state}"
-        self._progress.update(self._task, description=line, completed=status.step, figures="  ".join(figures(status)))
+            self._task = self._progress.add_task(status.name, total=status.steps)
+            self._live.start()
+        self._progress.update(self._task, description=f"{status.name} {status.state}", completed=status.step)
+        self._figures = "  ".join(figures(status))
 
     def close(self) -> None:
-        self._progress.stop()
+        if self._task is not None:
+            self._live.stop()
+
+    def _drawn(self) -> "RenderableType":
+        from rich.console import Group
+        from rich.text import Text
+
+        return Group(self._progress, Text(self._figures, style="cyan"))
 
 
 def choose_display(plan: JobPlan, stream: TextIO = sys.stderr) -> Display:
