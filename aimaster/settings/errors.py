@@ -21,7 +21,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """What is wrong and what to do."""
 
     def __str__(self) -> str:
-        return ": ".join(part for part in (self.where, self.key, self.text) if part)
+        return _sentence(self.where, self.key, self.text)
 
 
 class Notice(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +35,7 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
     """What was done with it, and why."""
 
     def __str__(self) -> str:
-        return ": ".join(part for part in (self.where, self.key, self.text) if part)
+        return _sentence(self.where, self.key, self.text)
 
 
 class SettingsError(Exception):
@@ -45,3 +45,8 @@ class SettingsError(Exception):
         self.problems = tuple(problems)
         lines = [str(problem) for problem in self.problems]
         super().__init__(lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} problems:", *lines]))
+
+
+def _sentence(where: str, key: str, text: str) -> str:
+    """Source, key and text; a flag names its key already."""
+    return ": ".join(part for part in (where, "" if where == f"flag --{key}" else key, text) if part)

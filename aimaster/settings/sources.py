@@ -19,6 +19,8 @@ from aimaster.settings.errors import Problem
 VARIABLE = re.compile(r"AIMASTER_(\w+?__\w+)")
 SECRET = re.compile(r"(?i)(token|secret|passw|api_?key|credential|access_?key)")
 NUMBER = re.compile(r"-[\d.]")
+OTHERS = ("agent",)
+"""First parts of variables that set other programs (`AIMASTER_AGENT__…` is the agent's own)."""
 
 
 class Given(msgspec.Struct, frozen=True):
@@ -66,6 +68,8 @@ def read_environment(tree: Tree, environ: Mapping[str, str], known: Mapping[str,
         if match is None:
             continue
         text, dotted = environ[name], match[1].lower().replace("__", ".")
+        if dotted.split(".")[0] in OTHERS:
+            continue
         if dotted not in known and dotted.endswith("_file"):
             dotted = dotted.removesuffix("_file")
             try:

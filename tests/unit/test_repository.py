@@ -145,13 +145,13 @@ def test_make_targets_exist(root: Path) -> None:
 
 @pytest.mark.parametrize("words", [("check", "."), ("format", "--check", ".")], ids=" ".join)
 def test_style(root: Path, words: tuple[str, ...]) -> None:
-    """ruff has nothing to say: all its rules are on, each exception in pyproject.toml has its reason."""
+    """The linter has nothing to say: all its rules are on, each exception in pyproject.toml has its reason."""
     done = run(root, "-m", "ruff", *words)
     assert done.returncode == 0, done.stdout[-6000:]
 
 
 @pytest.mark.timeout(400)
 def test_types(root: Path) -> None:
-    """mypy --strict has nothing to say about the four packages."""
+    """The type checker, strict, has nothing to say about the four packages."""
     done = run(root, "-m", "mypy", timeout_seconds=380)
     assert done.returncode == 0, done.stdout[-6000:]
