@@ -241,9 +241,9 @@ class Front:
             return "stopped", f"{self._stop_reason}, then killed"
         if self._stop_reason:
             return "stopped", self._stop_reason
-        if state == "failed":
-            return "failed", said
-        return "stopped", said or "stopped"
+        if self._status is not None and self._status.outcome == "stopped":
+            return "stopped", said
+        return "failed", said or "the master never answered"
 
     def _pids(self) -> set[int]:
         return {program.placed.pid for program in (self._master, *self._agents.values()) if program.placed is not None}

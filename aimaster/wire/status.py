@@ -58,6 +58,8 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     """starting, running, degraded, stopping, finished, failed"""
     reason: str = ""
     """Why it is failed, stopping or degraded."""
+    outcome: str = ""
+    """How it ends, from the moment that is decided: finished, failed, stopped (somebody asked for it); empty before."""
     started_at: float
     now: float
     term: int
