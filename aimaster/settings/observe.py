@@ -20,14 +20,14 @@ class LoggingSettings(Table, frozen=True, kw_only=True):
     experiment_name: str | None = None
     """Run name, else output_dir."""
     report_mfu: bool = False
-    """MFU metric (hidden)."""
+    """Report the share of peak FLOPs used."""
 
 
 class SubProfilerSettings(Table, frozen=True, kw_only=True):
     """What the profiler records."""
 
     do_profile: bool = False
-    """Set at run time by cosmos-cli."""
+    """Profile from the start."""
     active_steps: int = 1
     """Active."""
     warmup_steps: int = 1
@@ -54,7 +54,7 @@ class ProfilerSettings(Table, frozen=True, kw_only=True):
     enable_nsys: bool = False
     """Nsys hooks."""
     sub_profiler_config: SubProfilerSettings = SubProfilerSettings()
-    """Its own table."""
+    """What is recorded."""
 
 
 class ValidationSettings(Table, frozen=True, kw_only=True):
@@ -69,7 +69,7 @@ class ValidationSettings(Table, frozen=True, kw_only=True):
     batch_size: int | None = None
     """Prompts per call."""
     dataset: DatasetSettings = DatasetSettings()
-    """Its own table."""
+    """Where held-out rows come from."""
     temperature: float = 0.0
     """Temperature."""
     top_p: float | None = None

@@ -99,20 +99,20 @@ class DiffusersSettings(Table, frozen=True, kw_only=True):
     weight_copy_decay_type: int = 0
     """Old-weight decay."""
     lora: LoraSettings | None = None
-    """Its own table."""
+    """Low-rank adapters."""
     sample: DiffusersSampleSettings = DiffusersSampleSettings()
-    """Its own table."""
+    """The sampler."""
     tokenizer: DiffusersTokenizerSettings = DiffusersTokenizerSettings()
-    """Its own table."""
+    """The tokenizer."""
 
 
 class PolicySettings(Table, frozen=True, kw_only=True):
     """The model that learns."""
 
     parallelism: ParallelismSettings = ParallelismSettings()
-    """Its own table."""
+    """Members and the mesh inside one."""
     diffusers: DiffusersSettings | None = DiffusersSettings()
-    """Its own table."""
+    """A diffusion model."""
     is_diffusers: bool = False
     """Diffusion model flag."""
     model_name_or_path: str = "Qwen/Qwen2.5-VL-7B-Instruct"
@@ -126,7 +126,7 @@ class PolicySettings(Table, frozen=True, kw_only=True):
     model_gradient_checkpointing: bool = True
     """Recompute activations."""
     lora: LoraSettings | None = None
-    """Its own table."""
+    """Low-rank adapters."""
     trainable_map: dict[str, bool] | None = None
     """Exact name to trainable flag."""
     freeze_pattern: tuple[str, ...] | None = None

@@ -51,7 +51,7 @@ class RolloutSettings(Table, frozen=True, kw_only=True):
     """Engine, group size, lengths."""
 
     parallelism: ParallelismSettings = ParallelismSettings()
-    """Its own table."""
+    """Members and the mesh inside one."""
     enforce_eager: bool = True
     """VLLM eager mode."""
     include_stop_str_in_output: bool = False
@@ -73,19 +73,19 @@ class RolloutSettings(Table, frozen=True, kw_only=True):
     quantization: Literal["none", "fp8"] = "none"
     """Engine quantisation."""
     seed: int | None = None
-    """Engine seed; 0 or unset becomes 42, same for every replica."""
+    """The engine's seed; 0 or unset is 42."""
     sampling_config: SamplingSettings = SamplingSettings()
-    """Its own table."""
+    """How the engine samples."""
     vllm_use_flashinfer: bool = False
     """Attention kernel."""
     backend: str = "vllm"
     """Engine or registered custom name."""
     multi_turn_config: MultiTurnSettings = MultiTurnSettings()
-    """Its own table."""
+    """Conversations of several turns."""
     mode: Literal["sync", "async"] = "sync"
     """Sync or async loop."""
     async_config: AsyncSettings = AsyncSettings()
-    """Its own table."""
+    """Concurrency."""
     async_r2r_sync: Literal["disabled", "generation", "inference"] = "disabled"
     """Background R2R mode."""
     prefetch_rollout: bool = False

@@ -110,11 +110,11 @@ class TrainSettings(Table, frozen=True, kw_only=True):
     train_batch_per_replica: Positive = 8
     """ROLLOUTS (not prompts) one policy replica trains per step; must divide by mini_batch (and PP rules)."""
     fp8: Fp8Settings = Fp8Settings()
-    """Its own table."""
+    """8-bit floating point."""
     fp4: Fp4Settings = Fp4Settings()
-    """Its own table."""
+    """4-bit floating point."""
     ckpt: CkptSettings = CkptSettings()
-    """Its own table."""
+    """What is kept on storage."""
     resume: bool | str = False
     """True = newest step under output_dir, string = that path."""
     epoch: Positive = 1
@@ -126,7 +126,7 @@ class TrainSettings(Table, frozen=True, kw_only=True):
     epsilon: float = 1e-06
     """Optimiser epsilon."""
     async_tp_enabled: bool = False
-    """Overlap TP comms; demands compile."""
+    """Overlap communication of tensor-parallel ranks; needs compile."""
     compile: bool = True
     """Torch.compile the model."""
     sync_weight_interval: Positive = 1
@@ -134,7 +134,7 @@ class TrainSettings(Table, frozen=True, kw_only=True):
     coalesce_weight_sync: bool = False
     """Skip superseded pushes, keep only newest."""
     deterministic: bool = False
-    """Slow, repeatable kernels; forces a seed of 42."""
+    """Slow, repeatable kernels; the seed is 42 unless given."""
     activation_offload: bool = False
     """Park activations on CPU."""
     fa_version: Literal[2, 3] | None = None

@@ -21,7 +21,7 @@ class DatasetSettings(Table, frozen=True, kw_only=True):
     revision: str | None = ""
     """Branch, tag or commit."""
     split: tuple[str, ...] = ()
-    """One or more splits (string becomes list)."""
+    """One or more splits."""
     test_size: float | int | None = None
     """Hold-out share or count."""
     local_dir: str = ""
@@ -51,7 +51,7 @@ class RemoteRewardSettings(Table, frozen=True, kw_only=True):
     reward_fns: tuple[RemoteRewardFunction, ...] = (
         RemoteRewardFunction(name="dance_grpo", score_key="overall_reward"),
     )
-    """List of tables, below."""
+    """Scores that are asked for."""
     reward_clip_min: float = -5.0
     """Total floor."""
     reward_clip_max: float = 5.0
@@ -79,7 +79,7 @@ class GrpoSettings(Table, frozen=True, kw_only=True, tag_field="type", tag="grpo
     variant: Literal["grpo", "gspo", "dapo"] = "grpo"
     """Ratio/filter flavour; dapo also turns on zero-variance filtering."""
     dataset: DatasetSettings = DatasetSettings()
-    """Its own table."""
+    """Where rows come from."""
     dataloader_shuffle: bool = True
     """Shuffle prompts."""
     dataloader_seed: int = 0
@@ -103,7 +103,7 @@ class GrpoSettings(Table, frozen=True, kw_only=True, tag_field="type", tag="grpo
     use_remote_reward: bool = False
     """Score through the reward service."""
     remote_reward: RemoteRewardSettings = RemoteRewardSettings()
-    """Its own table."""
+    """How the reward service is asked."""
     filter_reward_metric: tuple[str, ...] = ()
     """Metric whose in-group spread decides DAPO filtering."""
     bypass_reward: bool = False
@@ -111,7 +111,7 @@ class GrpoSettings(Table, frozen=True, kw_only=True, tag_field="type", tag="grpo
     group_reward_calculation: bool = False
     """Reward fn sees the whole group."""
     temperature: PositiveFloat = 1.0
-    """Divides TRAINER logits only; the sampler reads rollout.sampling_config.temperature."""
+    """Divides the logits of the trainer, and of the sampler unless rollout.sampling_config gives its own."""
     epsilon_low: NonNegativeFloat = 0.2
     """Lower ratio clip."""
     epsilon_high: NonNegativeFloat = 0.2
@@ -133,7 +133,7 @@ class GrpoSettings(Table, frozen=True, kw_only=True, tag_field="type", tag="grpo
     algo: str = "grpo"
     """Advantage rule from the registry."""
     overlong_reward: OverlongSettings = OverlongSettings()
-    """Its own table."""
+    """The length penalty."""
     kl_beta: NonNegativeFloat = 0.0
     """KL weight; 0 loads no reference model."""
     unbiased_kl_estimate: bool = False
@@ -141,7 +141,7 @@ class GrpoSettings(Table, frozen=True, kw_only=True, tag_field="type", tag="grpo
     off_policy_masking_delta: float | None = None
     """Drop bad stale sequences (DeepSeek V3.2)."""
     aipo_rho: float | None = None
-    """Cap on the importance ratio (AIPO); useless unless old logprobs differ from current."""
+    """Cap on the importance ratio (AIPO)."""
     mu_iterations: Positive = 1
     """Passes over each batch."""
     mini_batch: Positive = 2
@@ -190,7 +190,7 @@ class SftSettings(Table, frozen=True, kw_only=True, tag_field="type", tag="sft")
     trainer_type: str = "sft"
     """Registry name."""
     dataset: DatasetSettings = DatasetSettings()
-    """Its own table."""
+    """Where rows come from."""
     mini_batch: Positive = 2
     """Micro-batch rows."""
     dataloader_shuffle: bool = True
