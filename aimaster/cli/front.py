@@ -224,10 +224,9 @@ class Front:
             program.placed.kill()
 
     def _remove_memory(self) -> None:
-        """A node's memory goes when nothing in it is needed again: the job is over, or its agent has flushed and ended well."""
-        over = self._status is not None and self._status.state == "finished"
-        for node, agent in self._agents.items():
-            if over or (not self._killed and agent.last_code == 0):
+        """What an agent that died near the end did not remove itself. Of any other end the memory is left to the agents: it may be needed."""
+        if self._status is not None and self._status.state == "finished" and not self._killed:
+            for node in self._agents:
                 shutil.rmtree(node_memory(self._plan.run_id, node), ignore_errors=True)
 
     def _outcome(self) -> tuple[Outcome, str]:
