@@ -61,7 +61,7 @@ class Front:
         self._link = MasterLink(self._places)
         self._teller = IncidentTeller(display)
         self._follower = follower
-        self._rewards = Rewards()
+        self._rewards = Rewards(folder.info.reward_before)
         self._drills = list(drills)
         self._signals = Signals()
         self._master = Supervised(master_program(folder, port), cluster)
@@ -147,6 +147,8 @@ class Front:
         self._display.show(status)
         self._teller.tell(status)
         self._rewards.see(status.figures)
+        if self._rewards.before is not None and self._folder.info.reward_before is None:
+            self._folder.keep_reward_before(self._rewards.before)
         if status.state in (*ENDED, "stopping") and self._ending_since is None:
             self._ending_since = now
         if self._ending_since is None:

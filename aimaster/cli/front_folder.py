@@ -36,6 +36,8 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     state: State = "running"
     """`running` also after the front was killed: then the lock is free."""
     front_pid: int = 0
+    reward_before: float | None = None
+    """On held-out prompts, before the first step; kept for the summary of a later start."""
 
 
 class RunFolder:
@@ -50,6 +52,11 @@ class RunFolder:
     def mark(self, state: State) -> None:
         """Keep how the run stands."""
         self.info = msgspec.structs.replace(self.info, state=state)
+        write_atomically(self.places.info, msgspec.json.encode(self.info))
+
+    def keep_reward_before(self, reward: float) -> None:
+        """For the summary of a later start."""
+        self.info = msgspec.structs.replace(self.info, reward_before=reward)
         write_atomically(self.places.info, msgspec.json.encode(self.info))
 
     def close(self) -> None:

@@ -167,19 +167,21 @@ def failure_of(incidents: Sequence[IncidentStatus], status: JobStatus | None) ->
 class Rewards:
     """Mean reward at the beginning and now, from the figures seen on the way.
 
-    `reward_before` and `reward_after` of the controller (held-out prompts) win; without them, the first and the newest
-    training reward that was shown.
+    `eval_before` and `eval_after` (held-out prompts) win; without them, the first and the newest training reward that
+    was shown. What an earlier start of the run saw before is handed in.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: float | None = None) -> None:
+        self.before = before
+        """On held-out prompts."""
         self._first: float | None = None
         self._last: float | None = None
-        self._before: float | None = None
         self._after: float | None = None
 
     def see(self, figures: Mapping[str, float]) -> None:
-        self._before = figures.get("reward_before", self._before)
-        self._after = figures.get("reward_after", self._after)
+        if self.before is None:
+            self.before = figures.get("eval_before")
+        self._after = figures.get("eval_after", self._after)
         reward = figures.get("reward_mean")
         if reward is not None:
             self._first = reward if self._first is None else self._first
@@ -187,6 +189,6 @@ class Rewards:
 
     def ends(self) -> tuple[float | None, float | None]:
         return (
-            self._first if self._before is None else self._before,
+            self._first if self.before is None else self.before,
             self._last if self._after is None else self._after,
         )

@@ -137,7 +137,7 @@ def test_the_document_is_one_line_of_json_and_reads_back():
     [
         ([], (None, None)),
         ([{"reward_mean": 0.2}, {}, {"reward_mean": 0.8}], (0.2, 0.8)),
-        ([{"reward_mean": 0.2, "reward_before": 0.1}, {"reward_mean": 0.8, "reward_after": 0.9}], (0.1, 0.9)),
+        ([{"reward_mean": 0.2, "eval_before": 0.1}, {"reward_mean": 0.8, "eval_after": 0.9}], (0.1, 0.9)),
     ],
 )
 def test_rewards_before_and_after(figures, ends):
@@ -146,6 +146,13 @@ def test_rewards_before_and_after(figures, ends):
     for seen in figures:
         rewards.see(seen)
     assert rewards.ends() == ends
+
+
+def test_the_reward_before_is_that_of_the_first_start():
+    """A resumed run keeps the held-out reward that its first start saw, whatever a restored member says."""
+    rewards = Rewards(before=0.1)
+    rewards.see({"eval_before": 0.7, "eval_after": 0.9})
+    assert rewards.ends() == (0.1, 0.9)
 
 
 def test_an_incident_is_told_in_two_sentences():
