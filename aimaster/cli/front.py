@@ -226,8 +226,12 @@ class Front:
             program.placed.kill()
 
     def _remove_memory(self) -> None:
-        """What an agent that died near the end did not remove itself. Of any other end the memory is left to the agents: it may be needed."""
-        if self._status is not None and self._status.state == "finished" and not self._killed:
+        """What an agent that died near the end did not remove itself, once nothing in it can be needed again.
+
+        A job of ours that failed or was stopped goes on later: then the memory is left to the agents.
+        """
+        outcome, _ = self._outcome()
+        if outcome == "finished" or (outcome == "failed" and self._plan.kind == "command"):
             for node in self._agents:
                 shutil.rmtree(node_memory(self._plan.run_id, node), ignore_errors=True)
 
