@@ -16,10 +16,11 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import structlog
-import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
 from aimaster.wire.training import Reduce
 
@@ -43,9 +44,9 @@ class ElasticGroup:
         self._beat = beat
         self._epoch = -1
         """Of the group and of the store that is hosted."""
-        self._store: dist.TCPStore | None = None
-        self._group: dist.ProcessGroupGloo | None = None
-        self._hosted: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
+        self._group: Any = None  # torch's stubs know no collectives of a group by itself
+        self._hosted: TCPStore | None = None
         self._hosted_epoch = -1
 
     def host(self, epoch: int) -> str:
@@ -55,7 +56,7 @@ class ElasticGroup:
                 self.close()
             listener = socket.create_server((self._host, 0))
             port = listener.getsockname()[1]
-            self._hosted = dist.TCPStore(
+            self._hosted = TCPStore(
                 self._host,
                 port,
                 is_master=True,
@@ -96,18 +97,20 @@ class ElasticGroup:
     def _end_group(self) -> None:
         self._group, self._store, self._epoch = None, None, -1
 
-    def _form(self, word: Reduce, give_up_at: float, still_wanted: Callable[[], bool]) -> dist.ProcessGroupGloo:
+    def _form(self, word: Reduce, give_up_at: float, still_wanted: Callable[[], bool]) -> Any:
+        if self._hosted_epoch != word.epoch:
+            self._hosted, self._hosted_epoch = None, -1
         self._store = self._open_store(word, give_up_at)
         self._meet(self._store, word, give_up_at, still_wanted)
-        options = dist.ProcessGroupGloo._Options()  # noqa: SLF001 - the only way to name the interface
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001 - the only way to name the interface
         options._timeout = timedelta(seconds=word.timeout_seconds)  # noqa: SLF001
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]  # noqa: SLF001
-        store = dist.PrefixStore(f"epoch-{word.epoch}", self._store)
-        made: list[dist.ProcessGroupGloo | RuntimeError] = []
+        options._devices = [ProcessGroupGloo.create_device(hostname=self._host)]  # noqa: SLF001
+        store = PrefixStore(f"epoch-{word.epoch}", self._store)
+        made: list[Any] = []
 
         def connect() -> None:
             try:
-                made.append(dist.ProcessGroupGloo(store, word.rank, word.world, options))
+                made.append(ProcessGroupGloo(store, word.rank, word.world, options))
             except RuntimeError as error:
                 made.append(error)
 
@@ -120,7 +123,7 @@ class ElasticGroup:
             raise made[0]
         return made[0]
 
-    def _open_store(self, word: Reduce, give_up_at: float) -> dist.TCPStore:
+    def _open_store(self, word: Reduce, give_up_at: float) -> TCPStore:
         if self._hosted is not None and self._hosted_epoch == word.epoch:
             return self._hosted
         host, _, port = word.address.rpartition(":")
@@ -134,9 +137,9 @@ class ElasticGroup:
             raise ReductionAborted(
                 f"the store of epoch {word.epoch} at {word.address} is not there: {error}"
             ) from error
-        return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
+        return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
 
-    def _meet(self, store: dist.TCPStore, word: Reduce, give_up_at: float, still_wanted: Callable[[], bool]) -> None:
+    def _meet(self, store: TCPStore, word: Reduce, give_up_at: float, still_wanted: Callable[[], bool]) -> None:
         """Wait until all ranks of the epoch are here."""
         names = [f"here-{word.epoch}-{rank}" for rank in range(word.world)]
         store.set(names[word.rank], "1")
@@ -157,7 +160,7 @@ class ElasticGroup:
                 ask_at = time.monotonic() + ASK_SECONDS
             time.sleep(POLL_SECONDS)
 
-    def _wait(self, work: dist.Work, give_up_at: float) -> None:
+    def _wait(self, work: Any, give_up_at: float) -> None:
         """Wait for a collective with a beat between slices; raises RuntimeError when it fails."""
         while True:
             with contextlib.suppress(RuntimeError):

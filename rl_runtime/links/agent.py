@@ -14,9 +14,9 @@ import msgspec
 import structlog
 
 from aimaster.wire.checkpoint import FetchReply, FetchRequest, SealedNotice
-from aimaster.wire.codec import CONTENT_TYPE, decode, encode
+from aimaster.wire.codec import decode, encode
 from aimaster.wire.places import RunPlaces, agent_socket
-from rl_runtime.links.controller import NoAnswerError, member_token
+from rl_runtime.links.controller import NoAnswerError, headers
 from rl_runtime.links.patient import PatientConnection
 
 NOTICE_SECONDS = 2.0
@@ -57,9 +57,8 @@ class AgentLink:
         connection = PatientConnection(
             "agent", socket_path=self._socket, beat=self._beat_if_owner, silence_seconds=silence_seconds
         )
-        headers = {"Content-Type": CONTENT_TYPE, "Authorization": f"Bearer {member_token(self._places)}"}
         try:
-            connection.request("POST", path, encode(record), headers)
+            connection.request("POST", path, encode(record), headers(self._places))
             response = connection.getresponse()
             content = response.read()
         except (OSError, http.client.HTTPException) as error:

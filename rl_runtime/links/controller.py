@@ -8,6 +8,7 @@ idempotent, so a resent one changes nothing. Only a 4xx answer ends it: then the
 import http.client
 import os
 import random
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from urllib.parse import urlsplit
 import msgspec
 import structlog
 
+from aimaster.telemetry.tokens import read_tokens
 from aimaster.wire.codec import CONTENT_TYPE, decode, decode_json, encode
 from aimaster.wire.places import ENV_CONTROLLER_URL, RunPlaces
 from aimaster.wire.rollout import (
@@ -80,8 +82,6 @@ class ControllerLink:
 
     def local_host(self) -> str:
         """Return this host's address as the controller's side of the network sees it; loopback where they share a host."""
-        import socket
-
         target = urlsplit(self._url())
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((target.hostname or "127.0.0.1", target.port or 80))  # sends nothing
@@ -113,7 +113,7 @@ class ControllerLink:
         """Return the body of a 200 answer; raise NoAnswerError where asking again can help, RefusedError where it cannot."""
         try:
             connection = self._connected()
-            connection.request("POST", path, body, self._headers())
+            connection.request("POST", path, body, headers(self._places))
             response = connection.getresponse()
             content = response.read()
         except (OSError, http.client.HTTPException) as error:
@@ -148,18 +148,8 @@ class ControllerLink:
         except msgspec.DecodeError as error:
             raise NoAnswerError(f"{self._places.controller} cannot be read: {error}") from error
 
-    def _headers(self) -> dict[str, str]:
-        return {"Content-Type": CONTENT_TYPE, "Authorization": f"Bearer {member_token(self._places)}"}
 
-
-def member_token(places: RunPlaces) -> str:
-    """Return the secret of the role `member` from RUN/token."""
-    try:
-        lines = places.token.read_text().splitlines()
-    except FileNotFoundError as error:
-        raise NoAnswerError(f"{places.token} is not there yet") from error
-    for line in lines:
-        role, _, secret = line.partition("=")
-        if role.strip() == "member":
-            return secret.strip()
-    raise RefusedError(f"{places.token} holds no line `member=...`: start the run anew, or restore the file")
+def headers(places: RunPlaces) -> dict[str, str]:
+    """Return the headers of a request to another program of the run."""
+    secret = read_tokens(places.token).secrets.get("member", "")
+    return {"Content-Type": CONTENT_TYPE, "Authorization": f"Bearer {secret}"}

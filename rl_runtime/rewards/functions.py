@@ -30,7 +30,7 @@ def format_hashes(text: str, answer: str) -> float:  # noqa: ARG001 - every rewa
 
 
 def single_choice(text: str, answer: str) -> float:
-    """The last letter in `<answer>` tags or a `\\boxed{}` is the answer's."""
+    """The last letter in `<answer>` tags or in `boxed` braces is the answer's."""
     given = [first or second for first, second in _CHOICE.findall(text)]
     found = _CHOICE.search(answer)
     wanted = (found[1] or found[2]) if found else answer.strip()

@@ -6,6 +6,7 @@ After `ATTEMPTS` attempts the answer earns nothing, and that is counted. All is 
 queues between threads. What waits is bounded by the completions in work.
 """
 
+import contextlib
 import json
 import os
 import selectors
@@ -122,11 +123,9 @@ class MathsPool:
         worker.question, worker.deadline = question, now + self._deadline_seconds
         line = json.dumps({"number": question.attempts, "text": question.text, "answer": question.answer}) + "\n"
         assert worker.process.stdin is not None  # noqa: S101 - see _start
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it died; the next poll replaces it and tries the question again
             worker.process.stdin.write(line.encode())
             worker.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it died; the next poll replaces it and tries the question again
 
     def _replace(self, number: int, worker: _Worker) -> list[tuple[str, float]]:
         """End a late or dead worker, start another, and put its question first, or give it up."""
@@ -163,7 +162,5 @@ class MathsPool:
         process.kill()
         process.wait()
         process.stdout.close()
-        try:
+        with contextlib.suppress(BrokenPipeError):  # a line it never read
             process.stdin.close()
-        except BrokenPipeError:
-            pass  # a line it never read

@@ -1,0 +1,21 @@
+"""Makes the engine that a configuration names."""
+
+from typing import Literal
+
+from rl_runtime.models.base import Bundle
+from rl_runtime.models.tiny import TinyLlama
+from rl_runtime.rollout.engines import Engine
+
+
+def make_engine(
+    kind: Literal["tiny", "hf"], bundle: Bundle, *, slots: int, temperature: float, device: str = "cpu"
+) -> Engine:
+    """Return an engine without weights for the bundle's model; `hf` decodes with the model itself."""
+    if kind == "tiny":
+        from rl_runtime.rollout.tiny import TinyEngine
+
+        assert isinstance(bundle.model, TinyLlama)  # noqa: S101 - the settings tie the engine to [aimaster.model]
+        return TinyEngine(bundle.model.shape, slots=slots, eos=bundle.tokenizer.eos, temperature=temperature)
+    from rl_runtime.rollout.folder import FolderEngine
+
+    return FolderEngine(bundle, slots=slots, temperature=temperature, device=device)
