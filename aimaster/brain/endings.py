@@ -81,7 +81,7 @@ def member_left(d: Draft) -> None:
 def grace_over(d: Draft, waited_for: str) -> None:
     """Give up the present wait."""
     ending = d.state.ending
-    if ending is None or d.state.phase != "stopping":
+    if ending is None or d.state.phase != "stopping" or d.now < ending.deadline_at:
         return
     d.change(ending=replace(ending, reason=f"{ending.reason}; gave up waiting for {waited_for}"))
     if ending.nodes_ordered:

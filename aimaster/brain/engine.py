@@ -44,6 +44,7 @@ def begin(event: MasterStarted, now: float) -> State:
     return State(
         plan=plan,
         term=event.term,
+        attempt=event.attempt,
         started_at=now,
         term_started_at=now,
         members={name: _planned(plan, name, now, Incarnation(0)) for name in plan.members},
@@ -122,10 +123,11 @@ def _member_vanished(d: Draft, event: MemberVanished) -> None:
 def _master_started(d: Draft, event: MasterStarted) -> None:
     """The next master of the same run goes on where the last one was; one with a new front begins a new attempt."""
     state = d.state
-    new_attempt = state.phase in ENDED or event.plan.front_pid != state.plan.front_pid
-    d.change(plan=event.plan, term=event.term, term_started_at=d.now, next_order=1)
-    if new_attempt:
+    d.change(plan=event.plan, term=event.term, attempt=event.attempt, term_started_at=d.now, next_order=1)
+    if event.attempt != state.attempt:
         _attempt_again(d, event.plan)
+        return
+    if state.phase in ENDED:
         return
     for node in state.nodes.values():
         if node.state == "connected":

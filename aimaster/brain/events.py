@@ -20,6 +20,8 @@ class MasterStarted(msgspec.Struct, frozen=True, kw_only=True, tag="master_start
 
     term: Term
     plan: JobPlan
+    attempt: int = 0
+    """Which start of the run by a front this is; another one than before begins everything again."""
     previous_alive_at: float | None = None
     """When the master before it last gave a sign of life; None when there was none."""
 

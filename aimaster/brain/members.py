@@ -43,7 +43,8 @@ def cure(d: Draft, incident: Incident) -> Action | None:
             gone.append(name)
         if d.state.ending is None and d.state.regroup is None:
             action = _choose(d, incident, member)
-            taken = taken or action
+            alone = action == "restart_job" and len(d.state.members) == 1
+            taken = taken or ("restart_process" if alone else action)
             _act(d, incident, member, action)
     if gone:
         d.actions.append(Propose(leave=tuple(gone), cause=f"incident {incident.incident}"))
@@ -140,12 +141,14 @@ def port_chosen(d: Draft, port: int, incarnation: Incarnation) -> None:
     nodes = group_nodes(d.state)
     if regroup is None or regroup.incarnation != incarnation or nodes is None:
         return
-    env = {"MASTER_PORT": str(port), "TORCHELASTIC_RESTART_COUNT": str(incarnation)}
+    restarts = 1 + max(member.restarts for member in d.state.members.values())
+    env = {"MASTER_PORT": str(port), "TORCHELASTIC_RESTART_COUNT": str(restarts)}
     cause = f"incident {regroup.incident}"
     d.change(regroup=None)
     for name, node in nodes.items():
-        d.member(name, restarts=d.state.members[name].restarts + 1)
-        d.start(name, node, incarnation, cause, env)
+        d.member(name, restarts=restarts)
+        wanted = {key: value for key, value in env.items() if key in d.state.plan.members[name].env}
+        d.start(name, node, incarnation, cause, wanted)
 
 
 def group_nodes(state: State) -> dict[MemberId, NodeId] | None:

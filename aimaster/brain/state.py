@@ -120,6 +120,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
     plan: JobPlan
     term: Term = Term(0)
+    attempt: int = 0
     phase: Phase = "starting"
     started_at: float = 0.0
     term_started_at: float = 0.0

@@ -1,0 +1,1 @@
+"""How the programs show themselves: logs, secrets kept out of excerpts, tokens, health and metrics over HTTP. Decides nothing."""
