@@ -8,10 +8,13 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from aimaster.settings.effects import GRPO, REFUSED
 from aimaster.settings.errors import Problem
 from aimaster.settings.job import JobSettings
-from aimaster.settings.rules import GRPO, Case
+from aimaster.settings.rules import Case, look
 from aimaster.settings.spelling import as_path
+from aimaster.settings.table import Table
+from aimaster.settings.toml_text import toml_value
 from aimaster.settings.train_policy import GrpoSettings
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
@@ -36,25 +39,28 @@ def find_obstacles(case: Case) -> tuple[Problem, ...]:
 
 def _algorithm(job: JobSettings) -> Iterator[tuple[str, str]]:
     grpo = job.train.train_policy
+    for key, able in REFUSED.items():
+        if key.startswith(f"{GRPO}.") and not isinstance(grpo, GrpoSettings):
+            continue
+        value = look(job, key)
+        if value not in able:
+            shown = "" if isinstance(value, Table) else f"{toml_value(value)} "
+            instead = "leave it out" if able[0] is None else f"set {toml_value(able[0])} or leave it out"
+            yield key, f"{shown}is understood, but not done by this runtime; {instead}"
+    if job.aimaster.engine == "vllm":
+        yield "aimaster.engine", "vllm is understood, but this runtime has no such engine; choose hf"
     if not isinstance(grpo, GrpoSettings):
         yield f"{GRPO}.type", "is understood, but this runtime trains by GRPO only"
-    elif grpo.use_remote_reward:
-        yield f"{GRPO}.use_remote_reward", "is understood, but rewards are scored in worker processes of the job only"
     elif unknown := sorted(name for name in grpo.reward_function if ":" not in name and not _is_reward(name)):
         text = f"{', '.join(unknown)} is not known; built in are {', '.join(REWARDS)}, your own is module:function"
         yield f"{GRPO}.reward_function", text
-    if isinstance(job.train.optm_lr, dict) or (
-        isinstance(job.train.optm_lr, tuple) and len(set(job.train.optm_lr)) > 1
+    for key, value in (
+        ("optm_lr", job.train.optm_lr),
+        ("optm_name", job.train.optm_name),
+        ("optm_impl", job.train.optm_impl),
     ):
-        yield "train.optm_lr", "several rates are understood, but this runtime has one optimiser with one rate"
-    if job.distillation.enable:
-        yield "distillation.enable", "is understood, but there is no teacher role in this runtime"
-    if job.policy.is_diffusers:
-        yield "policy.is_diffusers", "is understood, but this runtime trains language models only"
-    if job.policy.lora is not None:
-        yield "policy.lora", "is understood, but this runtime trains all weights"
-    if job.mode != "disaggregated":
-        yield "mode", f"{job.mode} is understood, but every role is a process of its own here"
+        if isinstance(value, dict) or (isinstance(value, tuple) and len(set(value)) > 1):
+            yield f"train.{key}", "several are understood, but this runtime has one optimiser; give one value"
 
 
 def _is_reward(name: str) -> bool:

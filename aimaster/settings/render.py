@@ -12,12 +12,12 @@ from aimaster.settings.job import JobSettings
 from aimaster.settings.resolve import Resolved
 from aimaster.settings.sources import SECRET
 from aimaster.settings.table import Table
+from aimaster.settings.toml_text import toml_value
 
 MASK = "********"
 FREE_TABLES = ("custom", "aimaster.env")
 """Tables whose keys the user names, so that a secret may be among them."""
 ADDRESS = re.compile(r"(?<=://)[^/@\s]+@")
-BARE = re.compile(r"[A-Za-z0-9_-]+")
 FORMAT = 1
 
 
@@ -80,29 +80,6 @@ def _origin(key: str, origins: dict[str, str]) -> str:
 
 def _line(name: str, value: Any, origin: str) -> str:
     return f"{name} = {toml_value(value)}  # {origin}"
-
-
-def toml_value(value: Any) -> str:
-    """A value in TOML."""
-    match value:
-        case bool():
-            return "true" if value else "false"
-        case str():
-            return orjson.dumps(value).decode().replace("\x7f", "\\u007F")
-        case int() | float():
-            return repr(value)
-        case dict():
-            inner = (
-                f"{name if BARE.fullmatch(name) else toml_value(name)} = {toml_value(item)}"
-                for name, item in value.items()
-            )
-            return "{" + ", ".join(inner) + "}"
-        case list() | tuple():
-            return "[" + ", ".join(toml_value(item) for item in value) + "]"
-        case Table():
-            return toml_value(msgspec.to_builtins(value))
-        case _:
-            return toml_value(str(value))  # dates and times of a free table
 
 
 def mask_secrets(value: Any, *, free: bool) -> Any:

@@ -62,7 +62,8 @@ def load(
     if problems:
         raise SettingsError(problems)
 
-    case = Case(job=job, origins=checked.origins, gpus=count_gpus(environ) if gpus is None else gpus)
+    gpus = count_gpus(environ) if gpus is None else gpus
+    case = Case(job=job, sources=frozenset(checked.origins), origins=checked.origins, gpus=gpus)
     case, outcomes = follow(case)
     wrong = [outcome for outcome in outcomes if isinstance(outcome, rules.Wrong)]
     if wrong:

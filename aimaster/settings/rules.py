@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from aimaster.settings.effects import GPU_ONLY, GRPO, is_quiet
 from aimaster.settings.job import JobSettings
 from aimaster.settings.train_policy import GrpoSettings, SftSettings
 
@@ -18,8 +19,10 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     job: JobSettings
     """The configuration so far."""
-    origins: Mapping[str, str]
+    sources: frozenset[str]
     """Keys that somebody gave."""
+    origins: Mapping[str, str]
+    """Who gave them, and what each changed value follows from."""
     gpus: int
     """CUDA devices of this machine."""
 
@@ -37,7 +40,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     def given(self, key: str) -> bool:
         """Whether somebody set this key."""
-        return key in self.origins
+        return key in self.sources
 
 
 class Wrong(msgspec.Struct, frozen=True):
@@ -72,7 +75,6 @@ class Note(msgspec.Struct, frozen=True):
 
 Outcome = Wrong | Change | Warn | Note
 Rule = Callable[[Case], Iterator[Outcome]]
-GRPO = "train.train_policy"
 
 
 def compile_for_async_tp(case: Case) -> Iterator[Outcome]:
@@ -280,13 +282,15 @@ def one_rank_on_cpu(case: Case) -> Iterator[Outcome]:
 
 
 def fresh_model(case: Case) -> Iterator[Outcome]:
-    model, own = case.job.aimaster.model, case.job.aimaster
+    model, engine = case.job.aimaster.model, case.job.aimaster.engine
     if model is None:
-        if own.engine == "tiny":
-            yield Wrong(
-                "aimaster.engine", "tiny decodes a fresh model only: give [aimaster.model], or choose hf or vllm"
-            )
+        if engine == "tiny":
+            yield Wrong("aimaster.engine", "tiny decodes a fresh model only: give [aimaster.model], or choose hf")
         return
+    if not case.given("aimaster.engine"):
+        yield Change("aimaster.engine", "tiny", "follows [aimaster.model]")
+    elif engine != "tiny":
+        yield Wrong("aimaster.engine", f"{engine} loads a model folder; with [aimaster.model] choose tiny")
     for whole, part in (("hidden_size", "num_attention_heads"), ("num_attention_heads", "num_key_value_heads")):
         if getattr(model, whole) % getattr(model, part):
             yield Wrong(f"aimaster.model.{whole}", f"must be a multiple of {part} = {getattr(model, part)}")
@@ -332,15 +336,6 @@ def unused_port(case: Case) -> Iterator[Outcome]:
         yield Note("redis", f"port {case.job.redis} is not used: no redis is started; ports are chosen free")
 
 
-# Told only of keys that somebody gave: a default without effect is no news.
-GPU_ONLY = (
-    "train.optm_impl", "train.fsdp_reduce_dtype", "train.fsdp_offload", "train.fsdp_reshard_after_forward",
-    "train.async_tp_enabled", "train.compile", "train.activation_offload", "train.fa_version", "train.fp8.enable_fp8", "train.fp4.enable_fp4",
-    "rollout.gpu_memory_utilization", "rollout.enable_chunked_prefill", "rollout.enforce_eager", "rollout.quantization",
-    "rollout.vllm_use_flashinfer", "policy.model_gradient_checkpointing", "policy.enable_liger_kernel",
-)  # fmt: skip
-
-
 def no_effect_on_cpu(case: Case) -> Iterator[Outcome]:
     if case.on_cpu:
         for key in GPU_ONLY:
@@ -348,11 +343,19 @@ def no_effect_on_cpu(case: Case) -> Iterator[Outcome]:
                 yield Note(key, "no effect on a CPU")
 
 
+def without_effect(case: Case) -> Iterator[Outcome]:
+    """One line for all keys that are kept and do nothing here; a default without effect is no news."""
+    silent = [key for key in sorted(case.sources) if not is_quiet(key) and not (case.on_cpu and key in GPU_ONLY)]
+    idle = [key for key in silent if look(case.job, key) != default(case.job, key)]
+    if idle:
+        yield Note("", f"kept, without effect in this runtime: {', '.join(idle)}")
+
+
 # Changes first, in an order in which each sees what it follows from.
 RULES: tuple[Rule, ...] = (
     one_rank_on_cpu, fresh_model, dtypes, seeds, correction, distillation, staleness, throttle, one_temperature, checkpoints,
     compile_for_async_tp, lora, patterns, batches, rewards, uncentralized, balancing, placement,
-    dapo, answer_room, unused_port, no_effect_on_cpu,
+    dapo, answer_room, unused_port, no_effect_on_cpu, without_effect,
 )  # fmt: skip
 
 
@@ -362,6 +365,13 @@ def look(job: JobSettings, key: str) -> Any:
     for name in key.split("."):
         value = getattr(value, name)
     return value
+
+
+def default(job: JobSettings, key: str) -> Any:
+    """The default of a key, in the table that the job has there."""
+    path, _, name = key.rpartition(".")
+    (field,) = (field for field in msgspec.structs.fields(look(job, path) if path else job) if field.name == name)
+    return field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
 
 
 def changed(table: Any, key: str, value: Any) -> Any:

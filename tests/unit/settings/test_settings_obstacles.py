@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from aimaster.settings import load
+from aimaster.settings.effects import REFUSED
 from aimaster.settings.obstacles import REWARD_GROUP, REWARDS
 from aimaster.settings.resolve import count_gpus
 
@@ -72,18 +73,47 @@ def test_a_task_needs_no_data_set() -> None:
     assert "aimaster.task" in texts()[f"{GRPO}.dataset.name"]
 
 
+OTHERWISE = {
+    "mode": "colocated",
+    "policy.lora.r": "4",
+    "policy.trainable_map": "{lm_head = true}",
+    "policy.freeze_pattern": '["embed"]',
+    "policy.trainable_pattern": '["head"]',
+    "rollout.sampling_config.top_p": "0.9",
+    "rollout.sampling_config.top_k": "5",
+    "rollout.sampling_config.repetition_penalty": "1.1",
+    f"{GRPO}.algo": "mine",
+    f"{GRPO}.trainer_type": "mine",
+    f"{GRPO}.kl_beta": "0.1",
+    f"{GRPO}.mu_iterations": "2",
+    f"{GRPO}.batch_size_per_optimize": "4",
+    f"{GRPO}.positive_nll_coef": "0.1",
+    f"{GRPO}.entropy_coeff": "0.1",
+    f"{GRPO}.off_policy_masking_delta": "0.1",
+    f"{GRPO}.reference_reset_interval": "5",
+}
+"""A value for each refused key that is no boolean."""
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_another_algorithm_is_refused_not_half_done(key: str) -> None:
+    """A key that would change what is learnt, and is not done here, stops a run; it is never taken in silence."""
+    name = "policy.lora.r" if key == "policy.lora" else key
+    obstacles = texts(f"--{name}", OTHERWISE.get(name, "true"))
+    assert "not done by this runtime" in obstacles[key]
+    assert key not in texts()
+
+
 @pytest.mark.parametrize(
     ("flags", "key"),
     [
         (("--train.train_policy.type", "sft"), f"{GRPO}.type"),
-        (("--train.train_policy.use_remote_reward",), f"{GRPO}.use_remote_reward"),
-        (("--distillation.enable",), "distillation.enable"),
-        (("--policy.is_diffusers",), "policy.is_diffusers"),
-        (("--policy.lora.r", "4"), "policy.lora"),
-        (("--mode", "colocated"), "mode"),
+        (("--aimaster.engine", "vllm"), "aimaster.engine"),
+        (("--train.train_batch_per_replica", "10", "--rollout.n_generation", "4"), "train.train_batch_per_replica"),
         (("--train.train_policy.reward_function", "gms8k"), f"{GRPO}.reward_function"),
         (("--train.optm_lr", "[1e-5, 1e-6]"), "train.optm_lr"),
-        (("--train.train_batch_per_replica", "10", "--rollout.n_generation", "4"), "train.train_batch_per_replica"),
+        (("--train.optm_lr", "{lm_head = 1e-5}"), "train.optm_lr"),
+        (("--train.optm_name", '["AdamW", "Adam"]'), "train.optm_name"),
     ],
 )
 def test_what_this_runtime_does_not_do_is_told(flags: tuple[str, ...], key: str) -> None:

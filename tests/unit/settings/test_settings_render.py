@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from aimaster.cli.dry_run import print_dry_run
 from aimaster.settings import Resolved, from_json, load, render_resolved, to_json
-from aimaster.settings.render import toml_value
+from aimaster.settings.toml_text import toml_value
 
 FILES = ("examples/tiny.toml", "examples/smollm2.toml", "tests/data/pai-sample.toml")
 

@@ -70,6 +70,7 @@ CONTRADICTIONS: list[tuple[dict[str, str], str, dict[str, str]]] = [
         {"train.max_num_steps": "9"},
     ),
     ({"aimaster.engine": "tiny"}, "aimaster.engine", {"aimaster.model.hidden_size": "64"}),
+    ({"aimaster.engine": "hf", "aimaster.model.hidden_size": "64"}, "aimaster.engine", {"aimaster.engine": "tiny"}),
     (
         {"aimaster.model.hidden_size": "66"},
         "aimaster.model.hidden_size",
@@ -131,6 +132,7 @@ CHANGES: list[tuple[dict[str, str], str, Any]] = [
     ({"train.ckpt.max_keep": "-1"}, "aimaster.snapshots.keep", -1),
     ({}, "policy.parallelism.tp_size", 1),
     ({"aimaster.model.max_position_embeddings": "48"}, "policy.model_max_length", 48),
+    ({"aimaster.model.hidden_size": "64"}, "aimaster.engine", "tiny"),
 ]
 
 
@@ -214,6 +216,6 @@ def test_following_twice_changes_nothing_more(
     job = JobSettings()
     for key, value in values.items():
         job = changed(job, key, value)
-    once, _ = follow(Case(job=job, origins={}, gpus=gpus))
+    once, _ = follow(Case(job=job, sources=frozenset(), origins={}, gpus=gpus))
     twice, _ = follow(once)
     assert twice.job == once.job
