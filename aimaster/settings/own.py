@@ -6,7 +6,7 @@ the small things a first run needs (a fresh model, a warm start, a built-in task
 
 from typing import Literal
 
-from aimaster.settings.table import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Table
+from aimaster.settings.table import NonNegative, Positive, PositiveFloat, Table
 
 
 class LeaseSettings(Table, frozen=True, kw_only=True):
@@ -32,31 +32,17 @@ class LeaseSettings(Table, frozen=True, kw_only=True):
     """So long after an aborted reduction a death may still be announced before the epoch is tried again."""
     agent_silence_seconds: PositiveFloat = 10.0
     """After so long without an agent, a node's members may be placed elsewhere."""
-    orphan_seconds: PositiveFloat = 10.0
-    """Without front process and agent, members end after so long."""
     prompt_seconds: PositiveFloat = 120.0
     """A prompt that is leased to a rollout member goes to another after so long without a token."""
-    request_seconds: PositiveFloat = 5.0
-    """One request between processes, before it is sent again."""
 
 
 class BudgetSettings(Table, frozen=True, kw_only=True):
-    """How often something is tried again before the job stops with its reason."""
+    """How often a member is started again before the job stops with its reason. A user's exception is never retried."""
 
-    max_restarts: NonNegative = 3
-    """Restarts of a wrapped command after a transient or unknown death; a user's exception is never retried."""
     member_restarts: NonNegative = 10
-    """Restarts of one member within the window; the next one takes the next rung of the ladder."""
-    node_replacements: NonNegative = 5
-    """Replacements of one node within the window."""
-    job_restarts: NonNegative = 3
-    """Restarts of the whole job."""
+    """Restarts of one member within the window."""
     window_seconds: PositiveFloat = 600.0
     """Older restarts are forgiven."""
-    first_delay_seconds: NonNegativeFloat = 0.5
-    """Pause before a second restart of the same member within the window; doubled each time. The first has none."""
-    longest_delay_seconds: NonNegativeFloat = 30.0
-    """No pause is longer."""
 
 
 class SnapshotSettings(Table, frozen=True, kw_only=True):
