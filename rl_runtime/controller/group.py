@@ -1,0 +1,460 @@
+"""The policy members' state machine. Pure: turns, deaths and time in; records and words out.
+
+`hear`, `died`, `propose` and `tick` note what happened and let everything follow that now can: epochs, deals, commits, joins.
+`word` looks up the answer to a turn. What must survive goes through `write` into the ledger; the roll of members and the tries
+in progress are memory, which resent turns rebuild. So a turn may come twice, late, or to a restarted controller.
+
+Invariants: a step of a lineage commits once, with the votes of all members of the current epoch, and each share of it is in
+exactly one member's reduced sum. Whoever calls must not answer before all records written so far are durable.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from aimaster.wire.checkpoint import Version
+from aimaster.wire.ids import Incarnation, MemberId
+from aimaster.wire.rollout import Offer
+from aimaster.wire.topology import Epoch, EpochProposal
+from aimaster.wire.training import Aborted, Fresh, Held, Hosting, Reduced, Rehearsed, Turn, Word
+from rl_runtime.controller import words
+from rl_runtime.controller.account import Account, next_chain
+from rl_runtime.controller.batches import Batch, make_batch, next_prompts, to_filter
+from rl_runtime.controller.errors import LedgerBrokenError
+from rl_runtime.controller.founding import Founder, NothingToRestoreError, choose, still_stands
+from rl_runtime.controller.joining import Joining
+from rl_runtime.controller.roll import Roll
+from rl_runtime.controller.settings import ControllerSettings
+from rl_runtime.controller.trouble import SAME_DIGEST_TRIES, SAME_MEMBERS_TRIES, minority, named_by_evidence
+from rl_runtime.records import Committed, EpochOpened, Finished, Record
+
+CHANGES_AT_ONCE = 1000
+"""More changes than this from one event is a defect, not a workload."""
+DIVERGENCE_CURES = 3
+"""So many times members whose sealed states differ are sent to restore; after that (unlike machines?) it is only reported."""
+
+
+class Group:
+    """See the module."""
+
+    def __init__(self, settings: ControllerSettings, account: Account, write: Callable[[Record], None], now: float) -> None:
+        self.settings = settings
+        self.account = account
+        self.roll = Roll()
+        self.joining = Joining(settings, self.roll)
+        self.founder: Founder | None = None
+        self.address = ""
+        """Of the current epoch's store."""
+        self.findings: deque[tuple[str, str]] = deque(maxlen=20)
+        """(category, text), newest last."""
+        self.stopping = ""
+        """Reason of a stop that was asked for."""
+        self.changes = 0
+        """Rises with everything that may change somebody's word."""
+        self._write_record = write
+        self._epoch_opened_at = now
+        self._started_at = now
+        self._due: dict[MemberId, float] = {}
+        """Members of the epoch that are known to be dead, and when the epoch is opened without them at the latest."""
+        self._aborted_at: float | None = None
+        self._aborts = 0
+        """Epochs in a row that ended without a known death, at this step."""
+        self._differences = 0
+        """Epochs in a row whose digests differed, at this step."""
+        self._expelled: set[tuple[MemberId, Incarnation]] = set()
+        """Must drop their state and come back fresh."""
+        self._cures = 0
+        self._batch: Batch | None = None
+
+    # -- what happens --------------------------------------------------------------------------------------------------
+
+    def hear(self, turn: Turn, now: float) -> None:
+        """Note a member's turn."""
+        newer = turn.member in self.account.epoch.members and self.account.epoch.incarnations[turn.member] < turn.incarnation
+        if not self.roll.hear(turn, self.account.epoch.number, now):
+            return
+        if newer:
+            # Whoever started it anew knows of the death: there is no proposal to wait for.
+            self._due[turn.member] = now
+        if isinstance(turn.stage, Fresh):
+            self._expelled.discard((turn.member, turn.incarnation))
+        if isinstance(turn.stage, Hosting) and turn.stage.epoch == self.account.epoch.number and self._is_first(turn):
+            self.address = turn.stage.address
+        if isinstance(turn.stage, Aborted) and turn.stage.epoch == self.account.epoch.number and self._aborted_at is None:
+            self._aborted_at = now
+        self._note_rehearsal(turn)
+        self._compare_seals(turn, now)
+        self.advance(now)
+
+    def died(self, member: MemberId, incarnation: Incarnation, now: float) -> None:
+        """A start of a member is dead beyond doubt."""
+        self.roll.bury(member, incarnation)
+        epoch = self.account.epoch
+        if member in epoch.members and epoch.incarnations[member] <= incarnation:
+            self._due.setdefault(member, now + self.settings.master_silence_seconds)
+        self.advance(now)
+
+    def propose(self, proposal: EpochProposal, now: float) -> bool:
+        """The master wants an epoch without some; False when it speaks of an epoch that is past."""
+        self.advance(now)
+        if proposal.replaces != self.account.epoch.number:
+            return False
+        leave = [member for member in proposal.leave if member in self.account.epoch.members]
+        if leave:
+            self._leave_out(leave, proposal.cause, now)
+            self.advance(now)
+        return True
+
+    def tick(self, now: float) -> None:
+        """Time went on."""
+        self.advance(now)
+
+    def stop(self, reason: str, now: float) -> None:
+        """Let everybody go; the run can be resumed."""
+        self.stopping = self.stopping or reason
+        self.advance(now)
+
+    def advance(self, now: float) -> None:
+        """Let everything follow that now can."""
+        for _ in range(CHANGES_AT_ONCE):
+            if not (self._vote(now) or self._lapse(now) or self._found(now) or self._join(now) or self._next(now) or self._finish(now)):
+                return
+            self.changes += 1
+        raise LedgerBrokenError(f"the group changes without end at {self.account.head}, epoch {self.account.epoch}")
+
+    def word(self, turn: Turn, now: float) -> Word:
+        """Look up the answer to a turn that was heard."""
+        return words.answer(self, turn, now)
+
+    # -- what it is, for words and reports -----------------------------------------------------------------------------
+
+    @property
+    def batch(self) -> Batch | None:
+        """The open deal with its samples."""
+        deal = self.account.open_deal
+        if deal is None:
+            return None
+        if self._batch is None or self._batch.dealt is not deal:
+            batch = make_batch(self.account, self.settings, deal.prompts, deal.at)
+            if batch.dealt.batch_digest != deal.batch_digest:
+                raise LedgerBrokenError(f"the batch of step {deal.step} is {batch.dealt.batch_digest}, the ledger dealt {deal.batch_digest}")
+            self._batch = Batch(**{name: getattr(batch, name) for name in batch.__struct_fields__} | {"dealt": deal})
+        return self._batch
+
+    def offer(self) -> Offer | None:
+        """Return the newest committed version that has a sealed snapshot."""
+        live = {member: seal for member, seal in self.roll.seals.items() if self.account.is_live(seal.version)}
+        if not live:
+            return None
+        newest = max(live.values(), key=lambda seal: (seal.version.step, seal.version.lineage))
+        holders = {
+            member: seal.node
+            for member, seal in live.items()
+            if (seal.version, seal.state_digest) == (newest.version, newest.state_digest)
+        }
+        return Offer(version=newest.version, state_digest=newest.state_digest, holders=holders)
+
+    def is_in(self, member: MemberId, incarnation: Incarnation) -> bool:
+        """Tell whether this start of the member is in the current epoch."""
+        return member in self.account.epoch.members and self.account.epoch.incarnations[member] == incarnation
+
+    def spoke(self, member: MemberId) -> Turn | None:
+        """Return the newest turn of a member of the epoch, if it said it in this epoch."""
+        seen = self.roll.seen.get(member)
+        if seen is None or seen.epoch != self.account.epoch.number or not self.is_in(member, seen.turn.incarnation):
+            return None
+        return seen.turn
+
+    def is_settled(self, member: MemberId, incarnation: Incarnation) -> bool:
+        """Tell whether nothing more follows from the death of this start."""
+        epoch = self.account.epoch
+        return member not in epoch.members or epoch.incarnations[member] > incarnation
+
+    def waiting_for(self) -> str:
+        """Say in words what the next step waits for; empty while members compute."""
+        account = self.account
+        if account.finished or self.stopping:
+            return ""
+        if not account.epoch.members:
+            return f"{self.founder.member} to bring up the state" if self.founder else "a policy member"
+        if self.joining.hold is not None:
+            return f"{', '.join(self.joining.hold.joiners)} to join"
+        if account.open_deal is not None:
+            silent = [member for member in account.epoch.members if self.spoke(member) is None]
+            done = [member for member in account.epoch.members if member not in silent and words.has_computed(self, member)]
+            behind = [member for member in account.epoch.members if member not in done]
+            return f"{', '.join(behind)} to compute" if done and behind else ""
+        if account.head.step >= self.settings.steps:
+            return "the last snapshot"
+        if not self._may_start(self.roll_time):
+            return f"{self.settings.n_init - len(account.epoch.members)} more policy member(s)"
+        return f"rollouts: {len(account.waiting)} of {self.settings.groups} groups"
+
+    @property
+    def roll_time(self) -> float:
+        """When the newest turn was heard."""
+        return max((seen.at for seen in self.roll.seen.values()), default=self._started_at)
+
+    # -- votes and commits ---------------------------------------------------------------------------------------------
+
+    def _vote(self, now: float) -> bool:
+        """Commit the step, or find that it cannot be."""
+        deal, epoch = self.account.open_deal, self.account.epoch
+        if deal is None or not epoch.members:
+            return False
+        votes: dict[MemberId, Reduced] = {}
+        for member in epoch.members:
+            turn = self.spoke(member)
+            if turn is None or not isinstance(turn.stage, Reduced) or not words.is_at_head(self, turn):
+                return False
+            if (turn.stage.step, turn.stage.epoch) != (deal.step, epoch.number):
+                return False
+            votes[member] = turn.stage
+        if any(set(vote.shares) != set(self.account.assignment[member]) for member, vote in votes.items()):
+            self._find("reduction.shares", f"step {deal.step}: the members' sums do not hold each share once; reduced again")
+            return self._try_again("the sums did not hold each share once", now)
+        digests = {member: vote.digest for member, vote in votes.items()}
+        if len(set(digests.values())) > 1:
+            return self._differ(digests, now)
+        self._commit(next(iter(digests.values())), now)
+        return True
+
+    def _commit(self, gradient_digest: str, now: float) -> None:
+        deal, epoch = self.account.open_deal, self.account.epoch
+        assert deal is not None  # noqa: S101 - the caller looked
+        self._write(
+            Committed(
+                lineage=deal.lineage,
+                step=deal.step,
+                epoch=epoch.number,
+                gradient_digest=gradient_digest,
+                batch_digest=deal.batch_digest,
+                chain=next_chain(self.account.chain, deal.step, deal.batch_digest),
+                flusher=flusher(self.settings, deal.step, epoch.members),
+                at=now,
+            )
+        )
+        self._batch = None
+        self._aborts = self._differences = 0
+
+    def _differ(self, digests: dict[MemberId, str], now: float) -> bool:
+        self._differences += 1
+        if self._differences <= SAME_DIGEST_TRIES:
+            return self._try_again("gradient digests differ", now)
+        leave = minority(digests)
+        who = ", ".join(leave)
+        self._find("reduction.differs", f"gradient digests differed twice at step {self.account.head.step + 1}; {who} restore(s) a snapshot")
+        self._leave_out(leave, f"gradient digests differed twice: {who}", now)
+        return True
+
+    # -- epochs --------------------------------------------------------------------------------------------------------
+
+    def _lapse(self, now: float) -> bool:
+        """Open the next epoch where a death, a lost state, an abort or silence calls for it."""
+        epoch = self.account.epoch
+        lost = [member for member in epoch.members if self._lost_state(member)]
+        if lost:
+            self._leave_out(lost, f"{', '.join(lost)} came back without state", now)
+            return True
+        if any(due <= now for due in self._due.values()):
+            self._leave_out(list(self._due), f"{', '.join(self._due)} died", now)
+            return True
+        if self._due or self.account.open_deal is None:
+            return False
+        if self._aborted_at is not None and now >= self._aborted_at + self.settings.abort_settle_seconds:
+            self._aborts += 1
+            if self._aborts > SAME_MEMBERS_TRIES:
+                self._leave_out([self._accused()], "the reduction failed again and again", now)
+                return True
+            return self._try_again("the reduction was aborted and no death is known", now)
+        silent = [member for member in epoch.members if self.spoke(member) is None]
+        patience = self.settings.group_timeout_seconds + self.settings.abort_settle_seconds
+        if self._aborts and silent and len(silent) < len(epoch.members) and now >= self._epoch_opened_at + patience:
+            self._find("member.silent", f"{', '.join(silent)}: silent since a failed reduction, left out")
+            self._leave_out(silent, f"{', '.join(silent)} silent after an aborted reduction", now)
+            return True
+        return False
+
+    def _lost_state(self, member: MemberId) -> bool:
+        """Whether a member of the epoch says, not for the first time by a late message, that it has no state."""
+        seen = self.roll.seen.get(member)
+        if seen is None or not self.is_in(member, seen.turn.incarnation) or not isinstance(seen.turn.stage, (Fresh, Rehearsed)):
+            return False
+        return seen.repeats > 1
+
+    def _accused(self) -> MemberId:
+        members = self.account.epoch.members
+        turns = {member: turn for member in members if (turn := self.spoke(member)) is not None}
+        over = {member: turn.stage for member, turn in turns.items() if isinstance(turn.stage, (Aborted, Reduced))}
+        silent = [member for member in members if member not in over]
+        accused = named_by_evidence(members, silent, {m: s.reason for m, s in over.items() if isinstance(s, Aborted)})
+        self._find("reduction.fails", f"three reductions failed at step {self.account.head.step + 1}; going on without {accused}")
+        return accused
+
+    def _try_again(self, cause: str, now: float) -> bool:
+        epoch = self.account.epoch
+        self._open_epoch(epoch.members, epoch.incarnations, cause, now)
+        return True
+
+    def _leave_out(self, leave: Sequence[MemberId], cause: str, now: float) -> None:
+        epoch = self.account.epoch
+        self._expelled |= {(member, epoch.incarnations[member]) for member in leave}
+        stay = tuple(member for member in epoch.members if member not in leave)
+        self._open_epoch(stay, {member: epoch.incarnations[member] for member in stay}, cause, now)
+
+    def _open_epoch(self, members: tuple[MemberId, ...], incarnations: dict[MemberId, Incarnation], cause: str, now: float) -> None:
+        epoch = Epoch(number=self.account.epoch.number + 1, members=members, incarnations=dict(incarnations), cause=cause)
+        self._write(EpochOpened(epoch=epoch, at=now))
+        self.address, self._aborted_at, self._epoch_opened_at = "", None, now
+        self._due = {member: due for member, due in self._due.items() if member in members}
+        self.joining.cancel()
+
+    def _found(self, now: float) -> bool:
+        """With nobody in, let the member come in that has the head, or choose one that brings it up."""
+        if self.account.epoch.members or self.account.finished or self.stopping:
+            return False
+        for member, seen in sorted(self.roll.seen.items()):
+            known = (member, seen.turn.incarnation)
+            if self.roll.is_live(member) and known not in self._expelled and words.has_state(seen.turn) and words.is_at_head(self, seen.turn):
+                self.founder = None
+                self._open_epoch((member,), {member: seen.turn.incarnation}, f"{member} has the newest state", now)
+                return True
+        if self.founder is not None and still_stands(self.founder, self.settings, self.roll, now):
+            return False
+        self.founder = None
+        try:
+            chosen = choose(self.account, self.settings, self.roll, now)
+        except NothingToRestoreError:
+            self._find(
+                "state.lost",
+                f"no snapshot fits the ledger between step {self.account.floor} and {self.account.head.step}; "
+                "bring back the storage folder or a node's memory, or begin a new run",
+            )
+            return False
+        if chosen is None:
+            return False
+        self.founder, rewind = chosen
+        if rewind is not None:
+            self._write(rewind)
+            self._batch, self._aborts, self._differences = None, 0, 0
+        return True
+
+    # -- joins ---------------------------------------------------------------------------------------------------------
+
+    def _join(self, now: float) -> bool:
+        verdict = self.joining.go_on(self.account.epoch.members, now)
+        if verdict is None:
+            return False
+        epoch = self.account.epoch
+        if verdict.differing:
+            leave = minority(verdict.differing)
+            leave = leave if len(leave) < len(epoch.members) else leave[1:]
+            self._find("replica.diverged", f"states differ at step {self.account.head.step}; {', '.join(leave)} restore(s) a snapshot")
+            self._leave_out(leave, "states differed in a hold", now)
+            return True
+        for member in verdict.refused:
+            self._find("join.refused", f"{member} took a state that is not the others' at step {self.account.head.step}")
+        for member in verdict.late:
+            self._find("join.late", f"{member} did not join within the hold; it tries again later")
+        if verdict.joined:
+            incarnations = epoch.incarnations | {m: self.roll.seen[m].turn.incarnation for m in verdict.joined}
+            self._open_epoch(epoch.members + verdict.joined, incarnations, f"{', '.join(verdict.joined)} joined", now)
+        return True
+
+    def _note_rehearsal(self, turn: Turn) -> None:
+        if isinstance(turn.stage, Rehearsed) and self.joining.needs_more_than_allowed(turn.stage.seconds):
+            self._find(
+                "join.slow",
+                f"{turn.member} needs {turn.stage.seconds:.1f} s to copy a snapshot; it can hardly join within "
+                f"aimaster.leases.join_hold_seconds = {self.settings.join_hold_seconds:g}: raise it",
+            )
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def _next(self, now: float) -> bool:
+        """At a step boundary: let somebody join, else deal the next batch."""
+        account = self.account
+        at_boundary = bool(account.epoch.members) and account.open_deal is None and self.joining.hold is None
+        if not at_boundary or account.finished or self.stopping or account.head.step >= self.settings.steps:
+            return False
+        if self.joining.begin(account.epoch.members, account.head, costs_nothing=not self._has_started(), now=now):
+            return True
+        if not self._may_start(now):
+            return False
+        filtered = list(to_filter(account, self.settings))
+        for record in filtered:
+            self._write(record)
+        prompts = next_prompts(account, self.settings)
+        if prompts is None:
+            return bool(filtered)
+        batch = make_batch(account, self.settings, prompts, now)
+        self._batch = batch
+        self._write(batch.dealt)
+        return True
+
+    def _has_started(self) -> bool:
+        return bool(self.account.batches or self.account.past)
+
+    def _may_start(self, now: float) -> bool:
+        """Whether a new run has its members, or has waited long enough for them."""
+        if self._has_started() or len(self.account.epoch.members) >= self.settings.n_init:
+            return True
+        coming = any(True for kind in (Fresh, Rehearsed) for _ in self.roll.waiting(kind, now))
+        patience = self.settings.start_patience_seconds * (4 if coming else 1)
+        return now >= self._epoch_opened_at + patience
+
+    def _finish(self, now: float) -> bool:
+        account = self.account
+        if account.finished or account.head.step < self.settings.steps:
+            return False
+        if not any(seal.version == account.head for seal in self.roll.seals.values()):
+            return False
+        self._write(Finished(step=account.head.step, at=now))
+        return True
+
+    # -- small things --------------------------------------------------------------------------------------------------
+
+    def _compare_seals(self, turn: Turn, now: float) -> None:
+        """Replicas that sealed the same step must have sealed the same state."""
+        seal = self.roll.seals.get(turn.member)
+        if seal is None or not self.is_in(turn.member, turn.incarnation) or not self.account.is_live(seal.version):
+            return
+        digests = {
+            member: other.state_digest
+            for member in self.account.epoch.members
+            if (other := self.roll.seals.get(member)) is not None and other.version == seal.version and other.state_digest
+        }
+        if len(set(digests.values())) < 2:
+            return
+        leave = minority(digests)
+        leave = leave if len(leave) < len(digests) else leave[1:]
+        text = f"sealed states differ at step {seal.version.step}: {', '.join(f'{m} {d[:8]}' for m, d in digests.items())}"
+        self._find("replica.diverged", text)
+        if self._cures < DIVERGENCE_CURES:
+            self._cures += 1
+            for member in leave:
+                self.roll.seals.pop(member, None)
+            self._leave_out(leave, text, now)
+
+    def _is_first(self, turn: Turn) -> bool:
+        members = self.account.epoch.members
+        return bool(members) and members[0] == turn.member and self.is_in(turn.member, turn.incarnation)
+
+    def _find(self, category: str, text: str) -> None:
+        if (category, text) not in self.findings:
+            self.findings.append((category, text))
+
+    def _write(self, record: Record) -> None:
+        self._write_record(record)
+        self.changes += 1
+
+
+def flusher(settings: ControllerSettings, step: int, members: Sequence[MemberId]) -> MemberId | None:
+    """Return the member that writes its snapshot of this step to storage; they take turns."""
+    if step >= settings.steps:
+        return members[0]
+    if not settings.flush_every or step % settings.flush_every:
+        return None
+    return members[step // settings.flush_every % len(members)]
+
+
+__all__ = ["Group", "Held", "Version", "flusher"]

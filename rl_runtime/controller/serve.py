@@ -1,0 +1,228 @@
+"""The controller as a process: replay the ledger, listen, say where, and serve until told to stop.
+
+    POST /v1/turn  /v1/rollout/{lease,stream,complete}  /v1/deaths  /v1/epoch      msgpack in, msgpack out
+    GET  /v1/status (JSON)  /metrics  /healthz  /readyz
+
+503 means: not now, send it again. 4xx means: sending it again will not help.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import structlog
+from aiohttp import web
+
+from aimaster.client import Progress, start_member
+from aimaster.journal import JournalDamagedError, JournalHeldError
+from aimaster.settings import from_json
+from aimaster.telemetry.logs import set_up_logs
+from aimaster.telemetry.tokens import Role, Tokens, read_tokens
+from aimaster.telemetry.web import Turning, add_health, explain_errors, guard, problem, reply_json, reply_packed
+from aimaster.wire.codec import decode, encode_json
+from aimaster.wire.ids import Incarnation
+from aimaster.wire.messages import DeathNotice
+from aimaster.wire.places import ENV_INCARNATION, ENV_NODE, ENV_RUN_DIR, RunPlaces
+from aimaster.wire.rollout import CompleteRequest, LeaseRequest, StreamRequest
+from aimaster.wire.topology import EpochProposal
+from aimaster.wire.training import Turn
+from rl_runtime.controller.desk import TICK_SECONDS, Desk, NotNowError
+from rl_runtime.controller.errors import ControllerError, LedgerBrokenError, MessageError
+from rl_runtime.controller.flushes import watch_flushes
+from rl_runtime.controller.ledger import Ledger
+from rl_runtime.controller.metrics import make_registry
+from rl_runtime.controller.prompts import rows_digest
+from rl_runtime.controller.pulse import make_pulse, report_for_ever
+from rl_runtime.controller.settings import ControllerSettings, controller_settings
+from rl_runtime.data import DataError, Rows, load_rows
+from rl_runtime.records import Began
+
+LARGEST_BODY_BYTES = 256 << 20
+HOLDER_SECONDS = 10.0
+"""A killed controller's lock is free at once; one that is being stopped gets so long."""
+
+T = TypeVar("T")
+log = structlog.get_logger("controller")
+
+
+def make_app(desk: Desk, tokens: Tokens, *, url: Callable[[], str], incarnation: Incarnation, turning: Turning) -> web.Application:
+    """Return the HTTP application around a desk."""
+    app = web.Application(middlewares=[explain_errors, guard(tokens, _needed_role), _explain_refusals], client_max_size=LARGEST_BODY_BYTES)
+
+    def answers(kind: type[T], answer: Callable[[T], Awaitable[object]]) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def handle(request: web.Request) -> web.Response:
+            return reply_packed(await answer(decode(await request.read(), kind)))
+
+        return handle
+
+    async def deaths(request: web.Request) -> web.Response:
+        settled = await desk.death(decode(await request.read(), DeathNotice))
+        return reply_json({"settled": True}) if settled else problem(503, "the epoch without it is not open yet", "send the notice again")
+
+    async def epoch(request: web.Request) -> web.Response:
+        taken, current = await desk.propose(decode(await request.read(), EpochProposal))
+        if taken:
+            return reply_packed(current)
+        return problem(409, f"epoch {current.number} is current", "look at the current epoch and propose again if it is still needed")
+
+    async def status(_: web.Request) -> web.Response:
+        pulse = make_pulse(desk, url=url(), incarnation=incarnation)
+        return reply_json({"pulse": pulse, "epoch": desk.ledger.account.epoch, "findings": list(desk.group.findings)})
+
+    app.router.add_post("/v1/turn", answers(Turn, desk.turn))
+    app.router.add_post("/v1/rollout/lease", answers(LeaseRequest, desk.lease))
+    app.router.add_post("/v1/rollout/stream", answers(StreamRequest, desk.stream))
+    app.router.add_post("/v1/rollout/complete", answers(CompleteRequest, desk.complete))
+    app.router.add_post("/v1/deaths", deaths)
+    app.router.add_post("/v1/epoch", epoch)
+    app.router.add_get("/v1/status", status)
+    add_health(app, live={"loop": turning.check}, ready={"ledger": lambda: _ready(desk)}, registry=make_registry(desk))
+    return app
+
+
+def _needed_role(request: web.Request) -> Role:
+    return "read" if request.method == "GET" else "member"
+
+
+def _ready(desk: Desk) -> str | None:
+    return str(desk.ledger.trouble) if desk.ledger.trouble is not None else None
+
+
+@web.middleware
+async def _explain_refusals(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except NotNowError as error:
+        return problem(503, f"not kept: {error}", "send it again")
+    except MessageError as error:
+        return problem(400, str(error), "the sender is at fault; sending it again will not help")
+
+
+# -- the process --------------------------------------------------------------------------------------------------------
+
+
+def main(run_dir: Path) -> int:
+    """Serve the run in this folder until SIGTERM; returns the exit code."""
+    set_up_logs(role="controller", node=os.environ.get(ENV_NODE, ""))
+    places = RunPlaces(run_dir)
+    progress = start_member()
+    try:
+        job = from_json(places.resolved.read_bytes())
+        rows = load_rows(job)
+        settings = controller_settings(job, len(rows))
+        host = job.aimaster.host
+        storage = Path(job.aimaster.snapshots.storage) if job.aimaster.snapshots.storage else places.storage
+        return asyncio.run(serve(places, settings, rows, host=host, storage=storage, progress=progress))
+    except (ControllerError, DataError, JournalHeldError, JournalDamagedError) as error:
+        print(f"controller: {error}", file=sys.stderr)  # noqa: T201 - the last line of its log says why
+        return 1
+
+
+async def serve(
+    places: RunPlaces, settings: ControllerSettings, rows: Rows, *, host: str, storage: Path, progress: Progress, port: int = 0
+) -> int:
+    """Open the ledger and serve."""
+    incarnation = Incarnation(int(os.environ.get(ENV_INCARNATION, "0")))
+    ledger = await _open_ledger(places.ledger)
+    try:
+        ledger.begin(began(settings, rows))
+        desk = Desk(settings, ledger, rows, boot=f"{incarnation}-{os.getpid()}")
+        tokens = read_tokens(places.token)
+        turning = Turning()
+        url = ""
+        app = make_app(desk, tokens, url=lambda: url, incarnation=incarnation, turning=turning)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, host, port)
+            await site.start()
+            url = f"http://{host}:{runner.addresses[0][1]}"
+            publish(places.controller, {"url": url, "pid": os.getpid(), "incarnation": incarnation})
+            log.info("controller serves", url=url, step=ledger.account.head.step, epoch=ledger.account.epoch.number)
+            await _run(desk, places, tokens, storage, progress, url=url, incarnation=incarnation, turning=turning)
+        finally:
+            await runner.cleanup()
+    finally:
+        ledger.close()
+    return 0
+
+
+async def _run(
+    desk: Desk,
+    places: RunPlaces,
+    tokens: Tokens,
+    storage: Path,
+    progress: Progress,
+    *,
+    url: str,
+    incarnation: Incarnation,
+    turning: Turning,
+) -> None:
+    """Run until SIGTERM or SIGINT; a broken ledger ends it with its reason."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            works = [
+                tasks.create_task(desk.ledger.run(), name="ledger"),
+                tasks.create_task(report_for_ever(desk, places, tokens, url=url, incarnation=incarnation), name="pulse"),
+                tasks.create_task(watch_flushes(desk, storage), name="flushes"),
+                tasks.create_task(_tick_for_ever(desk, progress, turning), name="tick"),
+            ]
+            await stop.wait()
+            await desk.ledger.durable(1.0)
+            for work in works:
+                work.cancel()
+    except* LedgerBrokenError as broken:
+        raise broken.exceptions[0] from None
+
+
+async def _tick_for_ever(desk: Desk, progress: Progress, turning: Turning) -> None:
+    while True:
+        desk.tick()
+        turning.turn()
+        head = desk.ledger.account.head
+        progress.beat("idle", step=head.step, lineage=head.lineage)
+        await asyncio.sleep(TICK_SECONDS)
+
+
+async def _open_ledger(folder: Path) -> Ledger:
+    """Open the ledger; an earlier controller that is on its way out is waited for."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + HOLDER_SECONDS
+    while True:
+        try:
+            return Ledger.open(folder)
+        except JournalHeldError:
+            if loop.time() >= deadline:
+                raise
+            await asyncio.sleep(0.1)
+
+
+def began(settings: ControllerSettings, rows: Rows) -> Began:
+    """Return the first record for this configuration."""
+    return Began(
+        rows=len(rows),
+        rows_digest=rows_digest(rows),
+        rules=settings.rules(),
+        seed=settings.seed,
+        shuffle=settings.shuffle,
+        n_generation=settings.n_generation,
+        batch_samples=settings.batch_samples,
+    )
+
+
+def publish(path: Path, record: object) -> None:
+    """Write a small JSON file so that a reader sees the old or the new one."""
+    aside = path.with_name(f"{path.name}.{os.getpid()}")
+    aside.write_bytes(encode_json(record))
+    aside.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(os.environ[ENV_RUN_DIR])))
