@@ -43,6 +43,8 @@ HONOURED = frozenset(
         f"{GRPO}.dataset.local_dir",
         f"{GRPO}.dataset.name",
         f"{GRPO}.dataset.split",
+        f"{GRPO}.dataset.subset",
+        f"{GRPO}.dataset.test_size",
         f"{GRPO}.epsilon_high",
         f"{GRPO}.epsilon_low",
         f"{GRPO}.filter_reward_metric",

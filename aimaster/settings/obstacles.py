@@ -5,6 +5,7 @@ A dry run shows these as warnings, since it may be read on another machine; a ru
 
 import importlib.metadata
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from aimaster.settings.toml_text import toml_value
 from aimaster.settings.train_policy import GrpoSettings
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
-ROWS = ("*.jsonl", "*.parquet")
+LINES = (".jsonl", ".json", ".ndjson")
+PARQUET = ".parquet"
+TASK = re.compile(r"(sort|add|copy)[1-9][0-9]?|one_?step")
 REWARDS = ("exact", "gsm8k", "gsm8k_lenient", "format", "single_choice", "math_verify", "direct_math", "boxed_math")
 """Reward functions that the runtime has; further ones are `module:function` or entry points of REWARD_GROUP."""
 REWARD_GROUP = "aimaster.rewards"
@@ -82,6 +85,8 @@ def _resume(job: JobSettings) -> Iterator[tuple[str, str]]:
 
 def _dataset(job: JobSettings) -> Iterator[tuple[str, str]]:
     policy, name = job.train.train_policy, f"{GRPO}.dataset.name"
+    if job.aimaster.task and not TASK.fullmatch(job.aimaster.task):
+        yield "aimaster.task", f"{job.aimaster.task} is no built-in task; there are sort6, add2, copy6 and one_step"
     if job.aimaster.task or not isinstance(policy, GrpoSettings):
         return
     given = policy.dataset.local_dir or policy.dataset.name
@@ -92,7 +97,7 @@ def _dataset(job: JobSettings) -> Iterator[tuple[str, str]]:
     if path is None:
         yield name, f"{given} is not here: name a folder or file of JSONL or Parquet rows"
         return
-    files = [path] if path.is_file() else sorted(file for pattern in ROWS for file in path.rglob(pattern))
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in {*LINES, PARQUET})
     if not files:
         yield name, f"{given} holds neither JSONL nor Parquet files"
         return
@@ -107,7 +112,7 @@ def _dataset(job: JobSettings) -> Iterator[tuple[str, str]]:
 
 def _columns(file: Path) -> set[str] | None:
     """Columns of the first row; None where they cannot be told without a Parquet reader."""
-    if file.suffix != ".jsonl":
+    if file.suffix not in LINES:
         return None
     with file.open(encoding="utf-8", errors="replace") as lines:
         line = lines.readline(16 * 1024 * 1024)

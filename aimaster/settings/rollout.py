@@ -10,41 +10,41 @@ class SamplingSettings(Table, frozen=True, kw_only=True):
     """How the engine samples."""
 
     temperature: NonNegativeFloat = 1.0
-    """What the engine really samples at; NOT linked to train_policy.temperature."""
+    """What the engine samples at; unless given, that of train.train_policy."""
     top_p: Ratio = 1.0
-    """Nucleus."""
+    """Share of the probability that is sampled from."""
     top_k: int = -1
-    """Top-k."""
+    """Number of likeliest tokens that are sampled from; -1: all."""
     repetition_penalty: float = 1.0
-    """Penalty."""
+    """Penalty on tokens seen before; 1: none."""
     use_flashinfer: bool = False
-    """Sampler kernel."""
+    """FlashInfer's sampling kernel."""
 
 
 class MultiTurnSettings(Table, frozen=True, kw_only=True):
     """Conversations of several turns."""
 
     enable: bool = False
-    """Multi-turn loop."""
+    """Whether conversations have several turns."""
     enable_tools: bool = False
     """Tool calls."""
     enable_thinking: bool = False
-    """Thinking template flag."""
+    """Whether the chat template lets the model think."""
     custom_chat_template_path: str | None = None
-    """Template file."""
+    """A chat template of one's own."""
     max_assistant_turns: int = 5
-    """Turn cap."""
+    """The model speaks at most so often."""
     add_generation_prompt: bool = True
-    """Template flag."""
+    """Whether the chat template opens the model's turn."""
     continue_final_message: bool = False
-    """Template flag."""
+    """Whether the model continues the last message."""
 
 
 class AsyncSettings(Table, frozen=True, kw_only=True):
     """Concurrency of an asynchronous engine."""
 
     max_concurrent_requests: Positive = 10
-    """Engine concurrency."""
+    """Requests in the engine at once."""
 
 
 class RolloutSettings(Table, frozen=True, kw_only=True):
@@ -53,44 +53,44 @@ class RolloutSettings(Table, frozen=True, kw_only=True):
     parallelism: ParallelismSettings = ParallelismSettings()
     """Members and the mesh inside one."""
     enforce_eager: bool = True
-    """VLLM eager mode."""
+    """Run vLLM without CUDA graphs."""
     include_stop_str_in_output: bool = False
-    """Keep stop text."""
+    """Whether the text that ended an answer is part of it."""
     gpu_memory_utilization: Ratio = 0.8
     """Share of GPU memory for the engine."""
     enable_chunked_prefill: bool = False
-    """VLLM chunked prefill."""
+    """Prefill long prompts in chunks beside decoding (vLLM)."""
     max_response_length: Positive = 2048
-    """New-token cap."""
+    """An answer has at most so many tokens."""
     n_generation: Positive = 16
-    """Completions per prompt (group size)."""
+    """Answers to each prompt: the size of a group."""
     n_generation_to_batch: bool = False
-    """Unroll group into batch dim."""
+    """Whether a group is unrolled into the batch."""
     n_generation_mini_batch: int | None = None
-    """Split of group (diffusion)."""
+    """Parts of a group made at once (diffusion)."""
     batch_size: Positive = 1
-    """Prompts per engine call."""
+    """Prompts in the engine at once."""
     quantization: Literal["none", "fp8"] = "none"
-    """Engine quantisation."""
+    """Quantisation of the engine's weights."""
     seed: int | None = None
     """The engine's seed; 0 or unset is 42."""
     sampling_config: SamplingSettings = SamplingSettings()
     """How the engine samples."""
     vllm_use_flashinfer: bool = False
-    """Attention kernel."""
+    """FlashInfer's attention kernel."""
     backend: str = "vllm"
-    """Engine or registered custom name."""
+    """Cosmos-RL's engine name; ours is aimaster.engine."""
     multi_turn_config: MultiTurnSettings = MultiTurnSettings()
     """Conversations of several turns."""
     mode: Literal["sync", "async"] = "sync"
-    """Sync or async loop."""
+    """Whether the engine's loop is asynchronous."""
     async_config: AsyncSettings = AsyncSettings()
-    """Concurrency."""
+    """Concurrency of an asynchronous engine."""
     async_r2r_sync: Literal["disabled", "generation", "inference"] = "disabled"
-    """Background R2R mode."""
+    """Weights between rollouts in the background."""
     prefetch_rollout: bool = False
-    """Background prompt fetch."""
+    """Fetch prompts ahead."""
     prefetch_queue_maxsize: int = 2
-    """Its depth."""
+    """How many ahead."""
     broadcast_all_params: bool = False
-    """R2R sends frozen params too."""
+    """Whether frozen weights are sent too."""

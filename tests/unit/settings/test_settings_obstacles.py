@@ -137,3 +137,13 @@ def test_the_rewards_are_those_of_the_runtime() -> None:
 def test_a_users_own_reward_is_no_obstacle() -> None:
     """`module:function` is the user's own and is looked for where it is used."""
     assert f"{GRPO}.reward_function" not in texts("--train.train_policy.reward_function", "mine:score")
+
+
+@pytest.mark.parametrize(
+    "task", ["sort6", "sort12", "add2", "copy6", "one_step", "onestep", "sort", "sort0", "sort123", "sum2", "Sort6", ""]
+)
+def test_the_tasks_are_those_of_the_runtime(task: str) -> None:
+    """The tasks that settings accept are those that the runtime makes."""
+    tasks = pytest.importorskip("rl_runtime.data.tasks")
+    refused = "aimaster.task" in texts("--aimaster.task", task)
+    assert refused == (bool(task) and tasks.task_maker(task) is None)
