@@ -24,6 +24,7 @@ def picture(state: State, view: View, now: float, own_findings: tuple[str, ...] 
         kind=state.plan.kind,
         state=job_state(state, findings_block=bool(own_findings)),
         reason=_reason(state, findings),
+        outcome=state.ending.outcome if state.ending is not None else "",
         started_at=state.started_at,
         now=now,
         term=state.term,

@@ -102,14 +102,17 @@ class Front:
     def _turn(self) -> None:
         now = time.monotonic()
         self._heed_signals()
+        if any(agent.has_ended for agent in self._agents.values()):
+            # It may have ended as the master told it to: that is to be known before it would be started again.
+            self._looked_at = float("-inf")
+        if now - self._looked_at >= LOOK_SECONDS:
+            self._looked_at = now
+            self._look(now)
         for program in (self._master, *self._agents.values()):
             program.mind(now, self._display.note)
             if program.given_up and not self._gave_up:
                 self._gave_up = f"{program.program.name} cannot be kept up; the end of {program.program.log}:\n{tail(program.program.log)}"
         reap_orphans(self._pids())
-        if now - self._looked_at >= LOOK_SECONDS:
-            self._looked_at = now
-            self._look(now)
         if self._stop_reason and not self._stop_accepted:
             self._stop_accepted = self._link.stop(self._stop_reason)
         if self._follower is not None:
@@ -149,8 +152,10 @@ class Front:
         self._rewards.see(status.figures)
         if self._rewards.before is not None and self._folder.info.reward_before is None:
             self._folder.keep_reward_before(self._rewards.before)
-        if status.state in (*ENDED, "stopping") and self._ending_since is None:
+        if status.outcome and self._ending_since is None:
             self._ending_since = now
+            for agent in self._agents.values():
+                agent.keep = False
         if self._ending_since is None:
             self._mind_silent_agents(status, now)
             self._inflict_drills(status)
@@ -185,6 +190,8 @@ class Front:
             return False
         for agent in self._agents.values():
             agent.keep = False
+        if self._status is not None and self._status.state in ENDED:
+            return True  # whoever still runs was waited for long enough by the master
         return not any(agent.up for agent in self._agents.values()) or now - self._ending_since > STOP_SECONDS
 
     def _wind_down(self) -> None:

@@ -42,6 +42,11 @@ class Supervised:
         return self.placed is not None
 
     @property
+    def has_ended(self) -> bool:
+        """Whether it has ended and `mind` has not noticed yet."""
+        return self.placed is not None and self.placed.poll() is not None
+
+    @property
     def given_up(self) -> bool:
         return self._short_lives >= GIVE_UP_ENDS
 
