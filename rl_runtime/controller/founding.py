@@ -67,13 +67,18 @@ def choose(account: Account, settings: ControllerSettings, roll: Roll, now: floa
 
 
 def still_stands(founder: Founder, settings: ControllerSettings, roll: Roll, now: float) -> bool:
-    """Tell whether the founder can still be waited for: alive, not silent too long, and not back without its candidate."""
+    """Tell whether the founder can still be waited for: alive, not silent too long, and not back with something else than a state.
+
+    It may come back fresh without the candidate, or rehearsed, when it was chosen while it was on its way from an earlier word.
+    """
     if roll.is_past(founder.member, founder.incarnation):
         return False
     seen = roll.seen[founder.member]
     if seen.turn.incarnation != founder.incarnation or now - max(seen.at, founder.at) > settings.founder_patience_seconds:
         return False
-    if founder.version is None or not isinstance(seen.turn.stage, Fresh):
+    if not isinstance(seen.turn.stage, Fresh):
+        return seen.at <= founder.at
+    if founder.version is None:
         return True
     return any(candidate.version == founder.version for candidate in seen.candidates)
 

@@ -29,6 +29,8 @@ from rl_runtime.records import Committed, EpochOpened, Finished, Record
 
 CHANGES_AT_ONCE = 1000
 """More changes than this from one event is a defect, not a workload."""
+SEAL_PATIENCE_SECONDS = 3.0
+"""A member's own save of the head may take so long (or be skipped, its slots being pinned) before one is forced."""
 DIVERGENCE_CURES = 3
 """So many times members whose sealed states differ are sent to restore; after that (unlike machines?) it is only reported."""
 
@@ -52,7 +54,8 @@ class Group:
         """Rises with everything that may change somebody's word."""
         self._write_record = write
         self._epoch_opened_at = now
-        self._started_at = now
+        self._head_at = now
+        """When the head came to be, as far as this controller knows."""
         self._due: dict[MemberId, float] = {}
         """Members of the epoch that are known to be dead, and when the epoch is opened without them at the latest."""
         self._aborted_at: float | None = None
@@ -185,14 +188,15 @@ class Group:
             return f"{', '.join(behind)} to compute" if done and behind else ""
         if account.head.step >= self.settings.steps:
             return "the last snapshot"
-        if not self._may_start(self.roll_time):
+        if not self._has_started() and len(account.epoch.members) < self.settings.n_init:
             return f"{self.settings.n_init - len(account.epoch.members)} more policy member(s)"
         return f"rollouts: {len(account.waiting)} of {self.settings.groups} groups"
 
-    @property
-    def roll_time(self) -> float:
-        """When the newest turn was heard."""
-        return max((seen.at for seen in self.roll.seen.values()), default=self._started_at)
+    def needs_seal(self, now: float) -> bool:
+        """Tell whether a snapshot of the head must be forced: the run ends with it, or rollouts wait for newer weights than any sealed."""
+        if any(seal.version == self.account.head for seal in self.roll.seals.values()):
+            return False
+        return self.account.head.step >= self.settings.steps or now >= self._head_at + SEAL_PATIENCE_SECONDS
 
     # -- votes and commits ---------------------------------------------------------------------------------------------
 
@@ -233,8 +237,7 @@ class Group:
                 at=now,
             )
         )
-        self._batch = None
-        self._aborts = self._differences = 0
+        self._new_head(now)
 
     def _differ(self, digests: dict[MemberId, str], now: float) -> bool:
         self._differences += 1
@@ -335,7 +338,7 @@ class Group:
         self.founder, rewind = chosen
         if rewind is not None:
             self._write(rewind)
-            self._batch, self._aborts, self._differences = None, 0, 0
+            self._new_head(now)
         return True
 
     # -- joins ---------------------------------------------------------------------------------------------------------
@@ -410,6 +413,10 @@ class Group:
             return False
         self._write(Finished(step=account.head.step, at=now))
         return True
+
+    def _new_head(self, now: float) -> None:
+        self._head_at = now
+        self._batch, self._aborts, self._differences = None, 0, 0
 
     # -- small things --------------------------------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ def answer(group: Group, turn: Turn, now: float) -> Word:
         return Stop(reason="finished")
     if group.stopping:
         return Stop(reason=group.stopping)
-    return _inside(group, turn) if group.is_in(turn.member, turn.incarnation) else _outside(group, turn, now)
+    return _inside(group, turn, now) if group.is_in(turn.member, turn.incarnation) else _outside(group, turn, now)
 
 
 def is_at_head(group: Group, turn: Turn) -> bool:
@@ -116,7 +116,7 @@ def _rehearse(group: Group, turn: Turn) -> Rehearse:
     return Rehearse(version=version or (offer.version if offer is not None else None))
 
 
-def _inside(group: Group, turn: Turn) -> Word:
+def _inside(group: Group, turn: Turn, now: float) -> Word:
     if not has_state(turn) or not is_at_head(group, turn):
         return Leave(reason=f"your state is not that of step {group.account.head.step}, lineage {group.account.head.lineage}")
     hold = group.joining.hold
@@ -125,7 +125,7 @@ def _inside(group: Group, turn: Turn) -> Word:
     deal = group.account.open_deal
     if deal is not None:
         return _training(group, turn, deal)
-    if group.account.head.step >= group.settings.steps and not _holds(turn, group.account.head):
+    if group.needs_seal(now) and not _holds(turn, group.account.head):
         return Hold(version=group.account.head)
     return Wait(reason=group.waiting_for() or "the next step")
 
