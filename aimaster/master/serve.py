@@ -168,9 +168,7 @@ def main(run_dir: Path, port: int = 0, front_pid: int | None = None, host: str =
             if journal.torn_bytes:
                 log.warning("journal_tail_cut", bytes=journal.torn_bytes)
             state = replay(journal.replay())
-            asyncio.run(
-                Master(places, journal, state, plan, tokens).run(host, port, front_pid or plan.front_pid, alive_at)
-            )
+            _run(Master(places, journal, state, plan, tokens).run(host, port, front_pid or plan.front_pid, alive_at))
     except (MasterError, JournalError, TokenFileError) as error:
         sys.stderr.write(f"aimaster serve: {error}\n")
         return error.exit_code if isinstance(error, MasterError) else 2 if isinstance(error, JournalHeldError) else 1
@@ -193,8 +191,9 @@ async def _listen(runner: web.AppRunner, host: str, port: int) -> str:
     try:
         await site.start()
     except OSError as error:
+        why = os.strerror(error.errno) if error.errno else str(error)
         raise ListenError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port, or 0 for a free one"
+            f"cannot listen on {host}:{port}: {why}; choose another --port, or 0 for a free one"
         ) from error
     address = runner.addresses[0]
     shown = f"[{address[0]}]" if ":" in address[0] else address[0]

@@ -13,6 +13,9 @@ import structlog
 
 from aimaster.telemetry.scrub import scrub
 
+FIRST = ("ts", "level", "event", "job", "node", "role")
+"""Fields that come first in a line, for the eye."""
+
 
 def set_up_logs(*, stream: TextIO | None = None, level: str = "info", **bound: str) -> None:
     """Configure structlog and the standard library's logging for this process; `bound` fields are on every line."""
@@ -46,8 +49,9 @@ def set_up_logs(*, stream: TextIO | None = None, level: str = "info", **bound: s
     structlog.contextvars.bind_contextvars(**bound)
 
 
-def _to_json(record: Any, **_: Any) -> str:
-    return orjson.dumps(record, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
+def _to_json(record: dict[str, Any], **_: Any) -> str:
+    first = {name: record[name] for name in FIRST if name in record}
+    return orjson.dumps(first | record, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
 
 
 def _without_secrets(_: Any, __: str, record: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
