@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from aimaster import settings
+from aimaster.telemetry.tokens import read_tokens
 from aimaster.wire.places import RunPlaces
 from aimaster.wire.topology import JobPlan
 
@@ -75,15 +76,7 @@ def read_keeping(places: RunPlaces) -> Keeping:
     )
 
 
-def read_token(path: Path, role: str) -> str | None:
-    """The secret of a role out of the run's token file; None where there is none."""
-    return read_tokens(path).get(role)
-
-
-def read_tokens(path: Path) -> dict[str, str]:
-    """Role to secret; empty where there is no file, which only a run without secrets has."""
-    try:
-        lines = path.read_text(encoding="ascii").splitlines()
-    except FileNotFoundError:
-        return {}
-    return dict(line.strip().split("=", 1) for line in lines if "=" in line)
+def bearer(path: Path) -> dict[str, str]:
+    """The header with which an agent shows itself to master, controller and peers; raises TokenFileError."""
+    secret = read_tokens(path).secrets.get("member")
+    return {"Authorization": f"Bearer {secret}"} if secret else {}

@@ -15,9 +15,9 @@ import structlog
 
 from agents import stacks
 from agents.config import Pace
+from agents.member import Member
 from agents.rules.hang import STOPPED, Look, evidence
 from agents.sensors.process import read_process
-from agents.trainer import Member
 from aimaster.client import ProgressReading, read_progress
 from aimaster.wire.ids import MemberId
 from aimaster.wire.messages import AgentEvent, HangSuspected, MemberPicture, Progress
@@ -51,7 +51,9 @@ class _Watched:
     def read(self) -> None:
         """Take the newest whole reading, if it is another one; the file is gone or torn at times, which tells nothing."""
         reading = read_progress(self.path)
-        if reading is not None and (self.reading is None or reading.beats != self.reading.beats or reading.pid != self.reading.pid):
+        if reading is not None and (
+            self.reading is None or reading.beats != self.reading.beats or reading.pid != self.reading.pid
+        ):
             self.reading = reading
             self.since = max(self.since, reading.monotonic)
 

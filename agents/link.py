@@ -4,6 +4,7 @@ A lost master is tried again for ever, at its newest address, with a random paus
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -13,7 +14,7 @@ import aiohttp
 import msgspec
 import structlog
 
-from agents.config import Pace, read_token
+from agents.config import Pace, bearer
 from agents.outbox import Outbox
 from aimaster.wire import codec
 from aimaster.wire.actions import Order
@@ -62,6 +63,7 @@ class Link:
         self._on_welcome = on_welcome
         self._on_order = on_order
         self._news = asyncio.Event()
+        self._empty = asyncio.Event()
 
     def wake(self) -> None:
         """There is a new report."""
@@ -84,24 +86,30 @@ class Link:
 
     async def drain(self, seconds: float) -> bool:
         """Wait until the master has acknowledged everything; False when the time was too short."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + seconds
-        while len(self._outbox) and loop.time() < deadline:
-            await asyncio.sleep(0.02)
+        if len(self._outbox):
+            self._empty.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._empty.wait(), seconds)
         return len(self._outbox) == 0
 
+    def _acknowledge(self, sequence: int) -> None:
+        self._outbox.acknowledge(sequence)
+        if not len(self._outbox):
+            self._empty.set()
+
     async def _talk(self, url: str) -> None:
-        token = read_token(self._run.token, "member")
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
         async with self._session.ws_connect(
-            f"{url}/v1/agents/{self._node}", headers=headers, heartbeat=HEARTBEAT_SECONDS, max_msg_size=LONGEST_MESSAGE_BYTES
+            f"{url}/v1/agents/{self._node}",
+            headers=bearer(self._run.token),
+            heartbeat=HEARTBEAT_SECONDS,
+            max_msg_size=LONGEST_MESSAGE_BYTES,
         ) as socket:
             await socket.send_bytes(codec.encode(self._hello()))
             welcome = _message(await socket.receive(timeout=WELCOME_SECONDS))
             if not isinstance(welcome, Welcome):
                 raise LinkError(f"the master answered hello with {type(welcome).__name__}")
             self._on_welcome(welcome.term)
-            self._outbox.acknowledge(welcome.acknowledged)
+            self._acknowledge(welcome.acknowledged)
             self.connected = self.accepted = True
             self.connections += 1
             log.info("master_found", url=url, term=welcome.term, waiting=len(self._outbox))
@@ -131,7 +139,7 @@ class Link:
             message = _message(await socket.receive())
             match message:
                 case Ack(sequence=sequence):
-                    self._outbox.acknowledge(sequence)
+                    self._acknowledge(sequence)
                 case Order():
                     self._on_order(message)
                 case Welcome():

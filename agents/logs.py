@@ -1,59 +1,94 @@
-"""The members' logs: every line goes past the catalogue of signs once; the last lines are kept for the day the member dies.
+"""The members' logs: every byte goes past the catalogue of signs once; the last lines are kept for the day the member dies.
 
-A sign is reported once for each start of a member, at most `MOST_FINDINGS` different ones; what the catalogue calls facts, progress or
-benign is not news. Excerpts that leave the node are bounded and freed of secrets.
+A statement that needs attention is news while the member still runs, once for each sign and start; when it ends, all that its log says
+goes with the report of its end, by the same code that reads finished logs. Excerpts are bounded and freed of secrets.
 """
 
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from agents import stacks
-from agents.rules.secrets import scrub
-from agents.tail import Line, Tail
-from agents.trainer import Member
+from agents.member import Member
+from agents.tail import Tail
 from aimaster.catalogue import Catalogue
+from aimaster.catalogue.findings import collect
+from aimaster.catalogue.scan import LogScan
+from aimaster.telemetry.scrub import MAX_LINE_CHARACTERS, excerpt, scrub
 from aimaster.wire.health import Evidence, Finding, Subject
 from aimaster.wire.ids import MemberId, NodeId
 from aimaster.wire.messages import AgentEvent, Found, MemberExited
 
 MOST_FINDINGS = 50
-TAIL_LINE_CHARACTERS = 2000
-_NEWS = ("sign", "announcement")
+"""Of one start of a member."""
+NEWS = ("sign", "announcement")
+"""Kinds of statement that are reported at once; facts and progress are not."""
+NEWS_WEIGHT = 50
+"""Lighter signs support a failure but raise none."""
 
 
 class _Log:
-    def __init__(self, member: Member) -> None:
+    """The log of one start."""
+
+    def __init__(self, member: Member, catalogue: Catalogue, node: NodeId) -> None:
         self.member = member
-        self.tail = Tail(member.folder / "output.log", member.ordered.log_offset)
-        self.findings: dict[str, Finding] = {}
+        self.start = member.ordered.log_offset
+        self.tail = Tail(member.folder / "output.log", self.start)
+        self.scan = LogScan(catalogue, node=node, file=f"members/{member.name}/output.log")
+        self.seen = 0
+        """Hits of the scan that were looked at."""
+        self.told: set[str] = set()
+
+    def read(self) -> bool:
+        """Feed what is new; True when there was something."""
+        before = self.tail.bytes_read
+        for piece in self.tail.read():
+            self.scan.feed(piece)
+        return self.tail.bytes_read > before
 
 
 class LogWatch:
     """Follows output.log of each member."""
 
     def __init__(self, node: NodeId, catalogue: Catalogue, report: Callable[[AgentEvent, float], None]) -> None:
-        self.lines_read = 0
+        self.bytes_read = 0
         self._node = node
         self._catalogue = catalogue
         self._report = report
         self._logs: dict[MemberId, _Log] = {}
 
     def add(self, member: Member) -> None:
-        self._logs[member.name] = _Log(member)
+        self._logs[member.name] = _Log(member, self._catalogue, self._node)
 
     def tick(self) -> None:
-        """Read what is new in all logs, a bounded amount of each."""
-        for followed in self._logs.values():
-            self._judge(followed, followed.tail.read())
+        """Read what is new in all logs, a bounded amount of each, and tell the news."""
+        for log in self._logs.values():
+            before = log.tail.bytes_read
+            log.read()
+            self.bytes_read += log.tail.bytes_read - before
+            if len(log.scan.hits) > log.seen and len(log.told) < MOST_FINDINGS:
+                log.seen = len(log.scan.hits)
+                self._tell_news(log)
+
+    def _tell_news(self, log: _Log) -> None:
+        now = time.time()
+        for finding in self._findings(log, now):
+            if finding.sign in log.told or finding.weight < NEWS_WEIGHT or finding.role == "benign":
+                continue
+            log.told.add(finding.sign)
+            self._report(Found(finding=finding), now)
 
     def exit_report(self, member: Member, exit_code: int | None, number: int | None, at: float) -> MemberExited:
         """Read the log to its end, stop following it, and tell how the member ended with what it said last."""
-        followed = self._logs.pop(member.name, None) or _Log(member)
-        while lines := followed.tail.read():
-            self._judge(followed, lines, news=False)
-        self._judge(followed, followed.tail.read(final=True), news=False)
-        followed.tail.close()
-        findings = list(followed.findings.values())
+        log = self._logs.pop(member.name, None)
+        if log is None or log.member is not member:
+            log = _Log(member, self._catalogue, self._node)
+        while log.read():
+            pass
+        log.scan.finish()
+        log.tail.close()
+        findings = self._findings(log, at)
         if exit_code == 1 and (fence := self._fence_finding(member, at)):
             findings.append(fence)
         return MemberExited(
@@ -65,39 +100,23 @@ class LogWatch:
             signal=number,
             at=at,
             expected=member.ordered.stopping or exit_code == 0,
-            findings=tuple(findings),
-            log_tail=tuple(scrub(line)[:TAIL_LINE_CHARACTERS] for line in followed.tail.kept),
+            findings=tuple(findings[-MOST_FINDINGS:]),
+            log_tail=excerpt(log.tail.last_lines()),
         )
 
-    def _judge(self, followed: _Log, lines: list[Line], *, news: bool = True) -> None:
-        self.lines_read += len(lines)
-        if not lines or not self._catalogue.find_literals("\n".join(line.text for line in lines).encode(errors="replace")):
-            return
-        member, now = followed.member, time.time()
-        for line in lines:
-            for match in self._catalogue.match(line.text):
-                sign = match.sign
-                if sign.kind not in _NEWS or sign.role == "benign" or sign.id in followed.findings:
-                    continue
-                if len(followed.findings) >= MOST_FINDINGS:
-                    return
-                finding = match.finding(
-                    node=self._node,
-                    time_seconds=now,
-                    about=Subject(node=self._node, rank=member.spec.rank if member.spec.role == "command" else None),
-                    evidence=Evidence(
-                        node=self._node,
-                        file=f"members/{member.name}/output.log",
-                        offset=line.offset,
-                        time_seconds=now,
-                        text=scrub(line.text)[:TAIL_LINE_CHARACTERS],
-                        role=sign.role,
-                        sign=sign.id,
-                    ),
-                )
-                followed.findings[sign.id] = finding
-                if news:
-                    self._report(Found(finding=finding), now)
+    def _findings(self, log: _Log, now: float) -> list[Finding]:
+        """What the log says so far, each about this member, with offsets in the whole file."""
+        found = []
+        for finding in collect([log.scan], self._catalogue.xids, now=now):
+            if finding.kind not in NEWS:
+                continue
+            evidence = tuple(
+                msgspec.structs.replace(one, offset=one.offset + log.start, text=scrub(one.text[:MAX_LINE_CHARACTERS]))
+                for one in finding.evidence
+            )
+            at = now if finding.time_seconds is None else finding.time_seconds
+            found.append(msgspec.structs.replace(finding, evidence=evidence, time_seconds=at))
+        return found
 
     def _fence_finding(self, member: Member, at: float) -> Finding | None:
         """Exit code 1 after the self-fence's dump is a hang, never an exception of the program."""
@@ -105,7 +124,8 @@ class LogWatch:
         begin = text.rfind(stacks.FENCE_MARK)
         if begin < 0:
             return None
-        dump = text[begin:]
+        file = f"members/{member.name}/stacks.txt"
+        proof = text[begin : begin + MAX_LINE_CHARACTERS]
         return Finding(
             sign="agent.self_fence",
             category="hang.straggler",
@@ -115,13 +135,5 @@ class LogWatch:
             node=self._node,
             time_seconds=at,
             weight=100,
-            evidence=(
-                Evidence(
-                    node=self._node,
-                    file=f"members/{member.name}/stacks.txt",
-                    time_seconds=at,
-                    text=dump[:TAIL_LINE_CHARACTERS],
-                    sign="agent.self_fence",
-                ),
-            ),
+            evidence=(Evidence(node=self._node, file=file, time_seconds=at, text=proof, sign="agent.self_fence"),),
         )

@@ -29,6 +29,7 @@ class Node(Protocol):
     async def dump_stacks(self, member: MemberId) -> str: ...
     def set_peers(self, peers: dict[NodeId, str]) -> None: ...
     async def stop_node(self, *, grace_seconds: float, remove_memory: bool) -> None: ...
+    def leave(self) -> None: ...
 
 
 class _Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,9 +95,18 @@ class Orders:
             outcome = _Outcome(order_id=order.order_id, term=order.term, ok=False, detail=str(error))
         finally:
             self._running.discard(order.order_id)
-        log.info("order_done", order=order.order_id, action=type(action).__name__, cause=order.cause, ok=outcome.ok, detail=outcome.detail)
+        log.info(
+            "order_done",
+            order=order.order_id,
+            action=type(action).__name__,
+            cause=order.cause,
+            ok=outcome.ok,
+            detail=outcome.detail,
+        )
         self._remember(outcome)
         self._report(OrderDone(order_id=outcome.order_id, ok=outcome.ok, detail=outcome.detail), time.time())
+        if isinstance(action, StopNode):
+            self._node.leave()
 
     async def _act(self, order: Order) -> str:
         match order.action:

@@ -15,7 +15,16 @@ import time
 
 # Of the interpreter itself: the module `signal` brings `enum` and a megabyte, and there is a shim for each member.
 from _signal import (  # type: ignore[import-not-found]
-    SIG_DFL, SIG_IGN, SIGHUP, SIGINT, SIGKILL, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, signal,
+    SIG_DFL,
+    SIG_IGN,
+    SIGHUP,
+    SIGINT,
+    SIGKILL,
+    SIGQUIT,
+    SIGTERM,
+    SIGUSR1,
+    SIGUSR2,
+    signal,
 )
 
 COOKIE_VARIABLE = "AIMASTER_PROCESS_TREE"

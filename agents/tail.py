@@ -1,63 +1,54 @@
-"""What a member writes to its log, line by line: rotation, truncation, lines of megabytes, progress bars, bytes that are no text.
+"""Follows one log file: pieces of new bytes and the last lines, through rotation and truncation, in bounded memory.
 
-Reads at most `BUDGET_BYTES` a call and holds at most `LINE_BYTES` of an unfinished line, so a flood costs time, never memory, and what
-was not read yet is still in the file. Of a longer line the beginning is kept. A carriage return ends a line as a newline does.
+At most `budget_bytes` are read a call, so a flood costs time, never memory; what was not read yet is still in the file. Of the last lines
+64 KiB are held. A carriage return overwrites its line, as progress bars do.
 """
 
 import os
-import re
-from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
-BUDGET_BYTES = 2 << 20
-LINE_BYTES = 16 << 10
-KEPT_LINES = 50
-_ENDS = re.compile(rb"[\r\n]")
-
-
-class Line:
-    """One line and where it begins in its file."""
-
-    __slots__ = ("offset", "text")
-
-    def __init__(self, text: str, offset: int) -> None:
-        self.text = text
-        self.offset = offset
+BUDGET_BYTES = 4 << 20
+PIECE_BYTES = 256 << 10
+HELD_BYTES = 64 << 10
+MOST_LINES = 50
+BREAK = b"\n"
+"""Stands between the end of one file and the beginning of the next."""
 
 
 class Tail:
-    """Follows one file from `offset` on."""
+    """One file, from `offset` on."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path
-        self.lines_read = 0
-        self.kept: deque[str] = deque(maxlen=KEPT_LINES)
+        self.bytes_read = 0
         self._descriptor = -1
         self._inode = 0
         self._offset = offset
-        self._start = offset
-        self._part = bytearray()
-        self._cut = 0
+        self._held = b""
 
-    def read(self, *, final: bool = False, budget_bytes: int = BUDGET_BYTES) -> list[Line]:
-        """Lines that were finished since the last call; with `final` also the last, unfinished one."""
-        lines: list[Line] = []
-        while budget_bytes > 0:
-            if self._descriptor < 0 and not self._open():
+    def read(self, budget_bytes: int = BUDGET_BYTES) -> Iterator[bytes]:
+        """What was written since the last call, piece by piece."""
+        while budget_bytes > 0 and (self._descriptor >= 0 or self._open()):
+            piece = self._next_piece(min(budget_bytes, PIECE_BYTES))
+            if piece:
+                budget_bytes -= len(piece)
+                self.bytes_read += len(piece)
+                self._held = (self._held + piece)[-HELD_BYTES:]
+                yield piece
+            elif self._rotated():
+                self.close()
+                self._offset = 0
+                self._held += BREAK
+                yield BREAK
+            else:
                 break
-            piece = self._next_piece(min(budget_bytes, 256 << 10))
-            if not piece:
-                if self._rotated():
-                    self._end_line(lines, 0)
-                    self.close()
-                    self._offset = self._start = 0
-                    continue
-                break
-            budget_bytes -= len(piece)
-            self._take(piece, lines)
-        if final:
-            self._end_line(lines, 0)
-        return lines
+
+    def last_lines(self) -> list[str]:
+        """The last lines, at most 50, as a terminal would show them."""
+        lines = self._held.decode(errors="replace").split("\n")
+        shown = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
+        return [line for line in shown if line.strip()][-MOST_LINES:]
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -73,11 +64,14 @@ class Tail:
         return True
 
     def _next_piece(self, limit_bytes: int) -> bytes:
-        if os.fstat(self._descriptor).st_size < self._offset:  # truncated in place: begin again
-            self._part.clear()
-            self._cut = 0
-            self._offset = self._start = 0
-        piece = os.pread(self._descriptor, limit_bytes, self._offset)
+        try:
+            if os.fstat(self._descriptor).st_size < self._offset:  # truncated in place: begin again
+                self._offset = 0
+                return BREAK
+            piece = os.pread(self._descriptor, limit_bytes, self._offset)
+        except OSError:  # a file server that lost the file: opened again at the next call
+            self.close()
+            return b""
         self._offset += len(piece)
         return piece
 
@@ -86,31 +80,3 @@ class Tail:
             return os.stat(self.path).st_ino != self._inode
         except OSError:
             return False
-
-    def _take(self, piece: bytes, lines: list[Line]) -> None:
-        at = 0
-        for found in _ENDS.finditer(piece):
-            self._hold(piece[at : found.start()])
-            self._end_line(lines, 1, kept=found.group() == b"\n")
-            at = found.end()
-        self._hold(piece[at:])
-
-    def _hold(self, piece: bytes) -> None:
-        room = LINE_BYTES - len(self._part)
-        self._part += piece[:room]
-        self._cut += max(0, len(piece) - room)
-
-    def _end_line(self, lines: list[Line], end_bytes: int, *, kept: bool = True) -> None:
-        """An empty line (the second half of a CRLF, too) is none. What a progress bar overwrites is read but not kept."""
-        length = len(self._part) + self._cut
-        if length:
-            text = self._part.decode(errors="replace")
-            if self._cut:
-                text += f" … {self._cut} bytes cut"
-            self.lines_read += 1
-            if kept:
-                self.kept.append(text)
-            lines.append(Line(text, self._start))
-        self._start += length + end_bytes
-        self._part.clear()
-        self._cut = 0

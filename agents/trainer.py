@@ -15,13 +15,14 @@ import sys
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import msgspec
 import structlog
 
 from agents import shim
 from agents.config import Pace
+from agents.member import Ended, Member, Ordered, Started, read_record
 from agents.sensors.process import identify
 from aimaster.wire import places
 from aimaster.wire.ids import Incarnation, MemberId, NodeId, RunId
@@ -33,110 +34,14 @@ START_SECONDS = 20.0
 """From the shim's start to pid.json; a machine under load takes long to start an interpreter."""
 _POLL_SECONDS = 0.003
 log = structlog.get_logger()
-T = TypeVar("T")
-
-
-class Ordered(msgspec.Struct, frozen=True, kw_only=True):
-    """spec.json: a start as it was ordered."""
-
-    spec: MemberSpec
-    incarnation: Incarnation
-    cookie: str
-    """Marks the whole process tree of this start."""
-    log_offset: int
-    """Length of output.log before this start."""
-    stacks_offset: int
-    """Length of stacks.txt before this start."""
-    stopping: bool = False
-    """A stop was ordered: its end is expected."""
-    reported: bool = False
-    """Its end is in the outbox."""
-
-
-class Started(msgspec.Struct, frozen=True, kw_only=True):
-    """pid.json, written by the shim."""
-
-    incarnation: int
-    member: ProcessId
-    shim: ProcessId
-
-
-class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """exit.json, written by the shim."""
-
-    incarnation: int
-    exit_code: int | None
-    signal: int | None
-    at: float
 
 
 class Observer(Protocol):
     """Who wants to know of members; called on the event loop, in this order of a life."""
 
-    def started(self, member: "Member") -> None: ...
-    def died(self, member: "Member", at: float) -> None: ...
-    def exit_report(self, member: "Member", exit_code: int | None, number: int | None, at: float) -> MemberExited: ...
-
-
-class Member:
-    """One member of this node, alive or ended."""
-
-    def __init__(self, folder: Path, ordered: Ordered) -> None:
-        self.folder = folder
-        self.ordered = ordered
-        self.process: ProcessId | None = None
-        self.shim: ProcessId | None = None
-        self.ended = asyncio.Event()
-        self._pidfd = -1
-
-    @property
-    def name(self) -> MemberId:
-        return self.ordered.spec.member
-
-    @property
-    def spec(self) -> MemberSpec:
-        return self.ordered.spec
-
-    @property
-    def incarnation(self) -> Incarnation:
-        return self.ordered.incarnation
-
-    @property
-    def alive(self) -> bool:
-        return self.process is not None and not self.ended.is_set()
-
-    def change(self, **fields: Any) -> None:
-        """Write spec.json anew with these fields changed."""
-        self.ordered = msgspec.structs.replace(self.ordered, **fields)
-        with contextlib.suppress(OSError):  # a full disk: true in memory, at worst reported twice after a restart
-            shim.write_whole(f"{self.folder}/spec.json", msgspec.json.encode(self.ordered).decode())
-
-    def send(self, number: int) -> bool:
-        """Signal the main process, if it still is this one."""
-        if self._pidfd < 0:
-            return False
-        try:
-            signal.pidfd_send_signal(self._pidfd, number)
-        except ProcessLookupError:
-            return False
-        return True
-
-    def watch(self, callback: Callable[[], None]) -> bool:
-        """Call back once at its death; False when it is dead already."""
-        if self.process is None:
-            return False
-        descriptor = shim.open_process(self.process.pid, self.process.start_ticks)
-        if descriptor is None:
-            return False
-        self._pidfd = descriptor
-        asyncio.get_running_loop().add_reader(descriptor, callback)
-        return True
-
-    def unwatch(self) -> None:
-        if self._pidfd >= 0:
-            asyncio.get_running_loop().remove_reader(self._pidfd)
-            os.close(self._pidfd)
-            self._pidfd = -1
+    def started(self, member: Member) -> None: ...
+    def died(self, member: Member, at: float) -> None: ...
+    def exit_report(self, member: Member, exit_code: int | None, number: int | None, at: float) -> MemberExited: ...
 
 
 class RefusedError(Exception):
@@ -170,6 +75,11 @@ class Trainer:
         self._observer = observer
         self._spawn = spawn
         self._shims: set[int] = set()
+        self._closed = ""
+
+    def refuse(self, reason: str) -> None:
+        """Start nothing any more."""
+        self._closed = reason
 
     # -- a life ------------------------------------------------------------------------------------------------------
 
@@ -190,6 +100,8 @@ class Trainer:
 
     async def start(self, spec: MemberSpec, incarnation: Incarnation) -> str:
         """Start the member, or say what became of that very start before. Raises RefusedError for an older incarnation."""
+        if self._closed:
+            raise RefusedError(self._closed)
         known = self.members.get(spec.member)
         if known is not None and known.incarnation >= incarnation:
             if known.incarnation > incarnation:
@@ -222,11 +134,24 @@ class Trainer:
 
     def _start_shim(self, member: Member) -> None:
         front = "-" if self._front is None else f"{self._front.pid}:{self._front.start_ticks}"
-        words = [sys.executable, "-I", "-S", shim.__file__, str(member.folder), str(self._folder / "agent.pid.json"), front]
+        words = [
+            sys.executable,
+            "-I",
+            "-S",
+            shim.__file__,
+            str(member.folder),
+            str(self._folder / "agent.pid.json"),
+            front,
+        ]
         words += [member.ordered.cookie, str(member.incarnation), member.spec.cwd or "-", *member.spec.argv]
         with (member.folder / "output.log").open("ab") as output:
             process = subprocess.Popen(
-                words, env=self._environment(member), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                words,
+                env=self._environment(member),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             )
         # Its exit is reaped here for as long as this agent lives; after that, whoever adopts orphans does it.
         member.shim = identify(process.pid)
@@ -264,13 +189,20 @@ class Trainer:
             await self._finish(member)
             return
         member.process, member.shim = started.member, started.shim
-        if started.member.boot_id != shim.boot_id() or not member.watch(lambda: self._died(member)):
+        same_boot = started.member.boot_id == shim.boot_id()
+        watched = same_boot and member.watch(lambda: self._died(member))
+        if watched:
+            self._observer.started(member)
+        if watched or not adopted:
+            self._report(
+                MemberStarted(
+                    member=member.name, incarnation=member.incarnation, process=started.member, adopted=adopted
+                ),
+                time.time(),
+            )
+        if not watched:
+            self._observer.died(member, time.time())
             await self._finish(member)
-            return
-        self._observer.started(member)
-        now = time.time()
-        event = MemberStarted(member=member.name, incarnation=member.incarnation, process=started.member, adopted=adopted)
-        self._report(event, now)
 
     async def _wait_for_start(self, member: Member) -> Started | None:
         """pid.json of this start. A shim that ended without one never started its member."""
@@ -281,7 +213,7 @@ class Trainer:
             if time.monotonic() >= look_at_shim:
                 gone = await asyncio.to_thread(_shim_gone, member)
                 look_at_shim = time.monotonic() + 0.2
-            found = _read(member.folder / "pid.json", Started)
+            found = read_record(member.folder / "pid.json", Started)
             if found is not None and found.incarnation == member.incarnation:
                 return found
             if gone:
@@ -312,7 +244,7 @@ class Trainer:
         while True:
             keeper = member.shim
             over = keeper is None or shim.start_ticks(keeper.pid) != keeper.start_ticks or time.monotonic() > deadline
-            found = _read(member.folder / "exit.json", Ended)
+            found = read_record(member.folder / "exit.json", Ended)
             if found is not None and found.incarnation == member.incarnation:
                 return found
             if over:
@@ -395,10 +327,3 @@ def _shim_gone(member: Member) -> bool:
             if mark in words and os.fsencode(shim.__file__) in words:
                 return False
     return True
-
-
-def _read(path: Path, kind: type[T]) -> T | None:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.MsgspecError):
-        return None

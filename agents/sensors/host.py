@@ -55,14 +55,18 @@ class HostSensor:
             except OSError:
                 continue
             waited = line.partition("avg10=")[2].split()[0]
-            readings.append(self._reading(now, "host.pressure", {"resource": resource, "some_ratio": float(waited) / 100}))
+            readings.append(
+                self._reading(now, "host.pressure", {"resource": resource, "some_ratio": float(waited) / 100})
+            )
         return readings
 
     def _room(self, now: float, name: str, folder: Path) -> Reading:
         try:
             found = os.statvfs(folder)
         except OSError as error:
-            return self._reading(now, "host.room", {"folder": name, "error": error.strerror or str(error)}, "unreadable")
+            return self._reading(
+                now, "host.room", {"folder": name, "error": error.strerror or str(error)}, "unreadable"
+            )
         return self._reading(
             now,
             "host.room",

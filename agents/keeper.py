@@ -1,0 +1,274 @@
+"""Owns the node's snapshot memory: which segments lie in it, what of them goes to storage, and how long each is kept.
+
+The memory outlives trainer and agent alike: a restarted agent finds what is sealed and goes on flushing what is marked. Flushing is
+done by one thread of low priority. A segment marked for storage is pinned the moment its seal is told, so that the trainer's
+next saves leave it; a newer mark lets a waiting older one go. Every failure is told with its reason and tried again.
+"""
+
+import asyncio
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import structlog
+
+from agents.config import Keeping
+from aimaster.wire import places
+from aimaster.wire.checkpoint import SealedNotice, SnapshotPlace, Version
+from aimaster.wire.health import Finding, Subject
+from aimaster.wire.ids import MemberId, NodeId
+from aimaster.wire.messages import AgentEvent, Found, SnapshotMoved
+from easyckpt import flush, layout, shm, storage
+from easyckpt.errors import AlreadyFlushed, EasyckptError, StorageFull
+from easyckpt.manifest import Manifest, folder_name
+from easyckpt.shm import Segment
+
+PIN_SECONDS = 600.0
+RETRY_SECONDS = 5.0
+LOW_PRIORITY = 10
+log = structlog.get_logger()
+
+_Flushed = tuple[MemberId, Version, Manifest | None]
+"""What was flushed; None where somebody else had done so."""
+
+
+class Keeper:
+    """The node's memory folder; its methods are called on the event loop, `_flush_*` on the one thread."""
+
+    def __init__(
+        self, memory: Path, node: NodeId, keeping: Keeping, report: Callable[[AgentEvent, float], None]
+    ) -> None:
+        self.memory = memory
+        self.folder = places.segments(memory)
+        self.flushes: dict[str, int] = {"done": 0, "failed": 0}
+        self.flush_seconds = 0.0
+        """Of the last one."""
+        self.sealed = asyncio.Event()
+        """Set at every seal; whoever copies clears it."""
+        self._node = node
+        self._keeping = keeping
+        self._report = report
+        self._known: dict[str, tuple[bytes, Segment]] = {}
+        self._pins: dict[tuple[MemberId, Version], list[Path]] = {}
+        self._wanted = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="flush", initializer=_lower_priority)
+
+    def open(self) -> None:
+        """Make the folders (mode 0700), or take over what is in them."""
+        for folder in (self.memory, self.folder, self.memory / "progress"):
+            shm.open_folder(folder)
+            folder.chmod(0o700)
+        removed = shm.reclaim(self.folder)
+        if removed:
+            log.info("segments_reclaimed", names=[path.name for path in removed])
+        self._wanted.set()
+        self.sealed.set()
+
+    # -- what is here ------------------------------------------------------------------------------------------------
+
+    def segments(self) -> list[Segment]:
+        """Sealed segments, newest first. A header is read again only when the first bytes, which hold its digest, changed."""
+        found: list[Segment] = []
+        names = [str(name) for name in shm.segment_names(self.folder)]
+        for name in names:
+            path = self.folder / name
+            try:
+                with path.open("rb", buffering=0) as file:
+                    opening = file.read(layout.PEEK_BYTES)
+                known = self._known.get(name)
+                if known is None or known[0] != opening:
+                    known = self._known[name] = (opening, shm.read_segment(path))
+            except (EasyckptError, OSError):
+                self._known.pop(name, None)
+                continue
+            found.append(known[1])
+        for gone in set(self._known) - set(names):
+            del self._known[gone]
+        return sorted(found, key=lambda one: (one.header.version, one.tier == "shm"), reverse=True)
+
+    def places(self) -> tuple[SnapshotPlace, ...]:
+        return tuple(self.place(segment) for segment in self.segments())
+
+    def place(self, segment: Segment) -> SnapshotPlace:
+        header = segment.header
+        return SnapshotPlace(
+            member=MemberId(header.member),
+            role=header.role,
+            rank=header.rank,
+            ranks=header.ranks,
+            version=Version(*header.version),
+            chain=header.chain,
+            state_digest=header.state_digest,
+            tier=segment.tier,
+            node=self._node,
+            name=segment.path.name,
+            size_bytes=segment.nbytes,
+        )
+
+    def stored(self, role: str) -> list[SnapshotPlace]:
+        """Committed checkpoints of a role on storage, newest first, one place a shard."""
+        return [
+            place for record in storage.list_manifests(self._keeping.storage, role) for place in _stored_places(record)
+        ]
+
+    # -- to storage --------------------------------------------------------------------------------------------------
+
+    def note_sealed(self, notice: SealedNotice) -> None:
+        """A member has sealed a segment."""
+        self.sealed.set()
+        if not notice.flush:
+            return
+        try:
+            mark = shm.pin(self.folder / notice.name, deadline=PIN_SECONDS)
+        except (EasyckptError, OSError) as error:
+            log.warning("segment_not_pinned", name=notice.name, error=str(error))
+            return
+        self._release(notice.member, before=notice.version)
+        self._pins.setdefault((notice.member, notice.version), []).append(mark)
+        self._wanted.set()
+
+    async def flush_forever(self) -> None:
+        """Flush what is marked whenever something was; a failure is told and tried again."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            try:
+                flushed = await loop.run_in_executor(self._thread, self._flush_marked)
+            except (EasyckptError, OSError) as error:
+                self._tell_failure(error)
+                loop.call_later(RETRY_SECONDS, self._wanted.set)
+                continue
+            self._tell_flushed(flushed)
+
+    async def flush_newest(self) -> None:
+        """Flush the newest whole step in this memory, marked or not, if storage has none as new. For the end of a node."""
+        loop = asyncio.get_running_loop()
+        try:
+            flushed = await loop.run_in_executor(self._thread, self._flush_last)
+        except (EasyckptError, OSError) as error:
+            self._tell_failure(error)
+            return
+        self._tell_flushed(flushed)
+
+    def _flush_marked(self) -> list[_Flushed]:
+        own = [segment for segment in shm.scan(self.folder) if segment.tier == "shm"]
+        done = []
+        for role in sorted({segment.header.role for segment in own}):
+            flushed = [record.version for record in storage.list_manifests(self._keeping.storage, role)]
+            chosen = flush.newest_to_flush(own, role, flushed)
+            if chosen is not None:
+                done.append(self._flush_one(chosen))
+        return done
+
+    def _flush_last(self) -> list[_Flushed]:
+        groups: dict[tuple[str, tuple[int, int], str], dict[int, Segment]] = {}
+        for segment in shm.scan(self.folder):
+            header = segment.header
+            groups.setdefault((header.role, header.version, header.member), {}).setdefault(header.rank, segment)
+        newest: dict[str, list[Segment]] = {}
+        for (role, _, _), ranks in sorted(groups.items(), key=lambda group: group[0]):
+            if len(ranks) == next(iter(ranks.values())).header.ranks:
+                newest[role] = [ranks[rank] for rank in sorted(ranks)]
+        done = []
+        for role, chosen in newest.items():
+            flushed = [record.version for record in storage.list_manifests(self._keeping.storage, role)]
+            if not flushed or chosen[0].header.version > max(flushed):
+                done.append(self._flush_one(chosen))
+        return done
+
+    def _flush_one(self, chosen: list[Segment]) -> _Flushed:
+        started = time.monotonic()
+        header = chosen[0].header
+        version = Version(*header.version)
+        try:
+            record = flush.flush_segment(chosen, self._keeping.storage, pin_seconds=PIN_SECONDS)
+        except (AlreadyFlushed, FileNotFoundError):  # by another node, or overwritten meanwhile: a newer one follows
+            return MemberId(header.member), version, None
+        self.flush_seconds = time.monotonic() - started
+        if self._keeping.keep > 0:
+            try:
+                flush.tidy(
+                    self._keeping.storage,
+                    role=header.role,
+                    keep=self._keeping.keep,
+                    keep_every=self._keeping.keep_every or None,
+                    now=time.time(),
+                )
+            except (EasyckptError, OSError) as error:
+                log.warning("old_checkpoints_stay", error=str(error))
+        return MemberId(header.member), version, record
+
+    def _tell_flushed(self, flushed: list[_Flushed]) -> None:
+        for member, version, record in flushed:
+            self._release(member, before=version, also=True)
+            if record is None:
+                continue
+            self.flushes["done"] += 1
+            log.info(
+                "flushed", member=member, step=record.step, lineage=record.lineage, seconds=round(self.flush_seconds, 3)
+            )
+            for place in _stored_places(record):
+                self._report(SnapshotMoved(place=place), time.time())
+
+    def _tell_failure(self, error: Exception) -> None:
+        self.flushes["failed"] += 1
+        log.error("flush_failed", error=str(error))
+        full = isinstance(error, StorageFull)
+        finding = Finding(
+            id=f"{self._node}:flush:{type(error).__name__}",
+            sign="agent.flush_failed",
+            category="node.disk_full" if full else "node.shared_fs",
+            role="self",
+            severity="critical" if full else "error",
+            subject=Subject(node=self._node),
+            node=self._node,
+            time_seconds=time.time(),
+            details={"error": str(error)[:500]},
+        )
+        self._report(Found(finding=finding), time.time())
+
+    def _release(self, member: MemberId, *, before: Version, also: bool = False) -> None:
+        """Let the marked segments of a member go that are older than this version (or of it, `also`)."""
+        for key in [key for key in self._pins if key[0] == member and (key[1] < before or (also and key[1] == before))]:
+            for mark in self._pins.pop(key):
+                shm.unpin(mark)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the thread; pins end with this process."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def remove(self) -> None:
+        """Remove the node's memory, at the clean end of a run."""
+        shutil.rmtree(self.memory, ignore_errors=True)
+
+
+def _stored_places(record: Manifest) -> list[SnapshotPlace]:
+    folder = folder_name(record)
+    return [
+        SnapshotPlace(
+            member=MemberId(record.member),
+            role=record.role,
+            rank=shard.rank,
+            ranks=record.ranks,
+            version=Version(*record.version),
+            chain=record.chain,
+            state_digest=shard.state_digest,
+            tier="storage",
+            node=None,
+            name=f"{folder}/{shard.file}",
+            size_bytes=shard.nbytes,
+        )
+        for shard in record.shards
+    ]
+
+
+def _lower_priority() -> None:
+    """Of the calling thread alone: Linux keeps it for each thread."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
