@@ -31,7 +31,8 @@ from rl_runtime.records import (
     Rewound,
 )
 
-GENESIS: Final = "0" * 32
+GENESIS: Final = ""
+"""Chain before the first step: what a member that was told to begin has."""
 NOBODY: Final = Epoch(number=0, members=(), incarnations={})
 
 
