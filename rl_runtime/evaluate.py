@@ -15,6 +15,7 @@ from aimaster.settings import from_json
 from aimaster.wire.checkpoint import Version
 from aimaster.wire.places import RunPlaces
 from rl_runtime.config import Evaluation, PolicySettings, policy_settings
+from rl_runtime.data import load_heldout
 from rl_runtime.models.base import Bundle, Tokenizer
 from rl_runtime.models.load import load_model
 from rl_runtime.rewards.desk import RewardDesk
@@ -78,22 +79,25 @@ def _submit(desk: RewardDesk, generation: Generation, tokenizer: Tokenizer, rows
 def evaluate_run(run: Path, segment: Path | None = None) -> tuple[Version, float]:
     """Evaluate a snapshot of a run: a segment file, or the newest on its storage."""
     from easyckpt import read_weights
-    from easyckpt.storage import list_manifests, open_storage
-    from rl_runtime.data import load_rows
 
     places = RunPlaces(run)
     job = from_json(places.resolved.read_bytes())
     settings = policy_settings(job)
-    if segment is None:
-        storage = places.storage
-        newest = next(iter(list_manifests(open_storage(storage), "policy")), None)
-        if newest is None:
-            raise FileNotFoundError(f"no snapshot on {storage} yet")
-        segment = storage / newest.shards[0].path
+    segment = segment or _newest_flushed(Path(job.aimaster.snapshots.storage or places.storage))
     header, weights = read_weights(segment, prefix="model/")
-    rows = load_rows(job).heldout(settings.evaluation.prompts)
-    reward = evaluate_weights(weights, load_model(settings.model), rows, settings, beat=lambda: None)
+    reward = evaluate_weights(weights, load_model(settings.model), load_heldout(job), settings, beat=lambda: None)
     return Version(header.lineage, header.step), reward
+
+
+def _newest_flushed(storage: Path) -> Path:
+    """Return the segment file of the newest checkpoint on storage."""
+    from easyckpt.manifest import folder_name
+    from easyckpt.storage import list_manifests
+
+    newest = next(iter(list_manifests(storage, "policy")), None)
+    if newest is None:
+        raise FileNotFoundError(f"no checkpoint on {storage} yet")
+    return storage / folder_name(newest) / newest.shards[0].file
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ shared cores cost many times what they gain.
 
 import os
 import sys
+from pathlib import Path
 
 ROLES = ("controller", "policy", "rollout")
 
@@ -27,7 +28,7 @@ def main() -> int:
     if role == "controller":
         from rl_runtime.controller import serve
 
-        return int(serve.main() or 0)
+        return serve.main(Path(os.environ[ENV_RUN_DIR]))
     if role == "policy":
         from rl_runtime.policy.main import run_policy as run
     else:

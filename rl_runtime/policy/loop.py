@@ -51,6 +51,9 @@ from rl_runtime.policy.trainer import Batch, digest
 WAIT_PAUSE_SECONDS = 0.01
 """Between a Wait and the next question; the controller holds the question itself."""
 
+RETAKE_PAUSE_SECONDS = 0.2
+"""After a state that could not be taken; the hold may still go on."""
+
 Joining = Begin | Restore | Rehearse | Take | Leave
 Training = Hold | Compute | Host | Reduce | Committed
 
@@ -172,6 +175,7 @@ class PolicyLoop:
     def _take(self, word: Take) -> Stage:
         taken = self._state.take(word.version, word.lineage, word.deadline_seconds)
         if taken is None or self._state.version is None:
+            time.sleep(RETAKE_PAUSE_SECONDS)
             return Rehearsed(seconds=0.0)
         if taken != word.state_digest:
             log.error("the state taken is not the others'", taken=taken, expected=word.state_digest)

@@ -13,7 +13,7 @@ from easyckpt import Checkpointer
 from easyckpt.layout import SegmentHeader
 from rl_runtime.config import chosen_device, policy_settings
 from rl_runtime.controller.settings import controller_settings
-from rl_runtime.data import load_rows
+from rl_runtime.data import load_heldout, load_rows
 from rl_runtime.drills import Drills
 from rl_runtime.elastic import ElasticGroup
 from rl_runtime.links.agent import AgentLink
@@ -72,7 +72,7 @@ def run_policy() -> None:
         checkpointer,
         agent,
         rows=rows,
-        heldout=rows.heldout(settings.evaluation.prompts),
+        heldout=load_heldout(job),
         steps=steps,
         device=chosen_device(settings.device),
         beat=beat,

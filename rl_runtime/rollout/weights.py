@@ -4,6 +4,7 @@ Nothing is pinned and no trainer waits: the header is read once, the bytes are c
 came meanwhile (Torn), there is a newer one to read.
 """
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,8 @@ ROLE = "policy"
 PREFIX = "model/"
 TRIES = 3
 FETCH_SECONDS = 10.0
+FETCH_PAUSE_SECONDS = 1.0
+"""After a fetch that brought nothing."""
 
 log = structlog.get_logger("weights")
 
@@ -31,17 +34,20 @@ class WeightSource:
         self._folder = folder
         self._agent = agent
         self._beat = beat
+        self._fetch_after = float("-inf")
 
     def newer(self, offer: Offer, have: Version | None) -> tuple[Version, dict[str, Tensor]] | None:
         """Return weights at least as new as the offer; None when there is nothing to gain, or nothing to be had right now."""
         if have is not None and have >= offer.version:
             return None
         found = self._read(offer.version)
-        if found is None:
+        if found is None and time.monotonic() >= self._fetch_after:
             self._beat("weights")
             self._agent.fetch(FetchRequest(role=ROLE, newer_than=have, deadline_seconds=FETCH_SECONDS))
             # What came may be older than the offer by now, and is still newer than what is loaded.
             found = self._read(None, newer_than=have)
+            if found is None:
+                self._fetch_after = time.monotonic() + FETCH_PAUSE_SECONDS
         return found
 
     def _read(
