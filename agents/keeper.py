@@ -54,6 +54,7 @@ class Keeper:
         self._report = report
         self._known: dict[str, tuple[bytes, Segment]] = {}
         self._pins: dict[tuple[MemberId, Version], list[Path]] = {}
+        self._failing: type[Exception] | None = None
         self._wanted = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="flush", initializer=_lower_priority)
 
@@ -204,6 +205,7 @@ class Keeper:
         return MemberId(header.member), version, record
 
     def _tell_flushed(self, flushed: list[_Flushed]) -> None:
+        self._failing = None
         for member, version, record in flushed:
             self._release(member, before=version, also=True)
             if record is None:
@@ -218,6 +220,9 @@ class Keeper:
     def _tell_failure(self, error: Exception) -> None:
         self.flushes["failed"] += 1
         log.error("flush_failed", error=str(error))
+        if type(error) is self._failing:  # told already, and still so
+            return
+        self._failing = type(error)
         full = isinstance(error, StorageFull)
         finding = Finding(
             id=f"{self._node}:flush:{type(error).__name__}",

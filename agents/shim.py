@@ -3,7 +3,7 @@
 Run as `python -I -S shim.py MEMBER_DIR AGENT_FILE FRONT COOKIE INCARNATION CWD COMMAND...`, in a session of its own, one per member, so
 that members outlive their agent. The member gets its own session too, its output goes to output.log, never through a pipe.
 A member that is not written down in pid.json never runs: it waits for that before exec. exit.json appears atomically after its end.
-When front and agent have both been gone for ten seconds, the member's process tree is killed. Signals are forwarded to nobody.
+When front and agent have both been gone for AIMASTER_ORPHAN_SECONDS, the member's process tree is killed. Signals are forwarded to nobody.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from _signal import (  # type: ignore[import-not-found]
 
 COOKIE_VARIABLE = "AIMASTER_PROCESS_TREE"
 """Set in the member alone and inherited by all it starts, so that a descendant that left the session is still known as its own."""
-ORPHAN_SECONDS = 10.0
+ORPHAN_VARIABLE = "AIMASTER_ORPHAN_SECONDS"
+"""In the environment of the shim; ten seconds where it is not set."""
 LOOK_SECONDS = 1.0
 NOT_STARTED = 127
 _EXIT_BYTES = 256
@@ -203,6 +204,7 @@ def _become(go: int, log: int, cookie: str, cwd: str, command: list[str]) -> Non
 def wait(pid: int, cookie: str, agent_file: str, front: Watched | None) -> int:
     """Until the member ends; returns its wait status. Ends its tree when nobody is left who would."""
     member = os.pidfd_open(pid)
+    orphan_seconds = float(os.environ.get(ORPHAN_VARIABLE, "10"))
     agent = read_agent(agent_file)
     alone_since: float | None = None
     while True:
@@ -219,7 +221,7 @@ def wait(pid: int, cookie: str, agent_file: str, front: Watched | None) -> int:
             continue
         now = time.monotonic()
         alone_since = now if alone_since is None else alone_since
-        if now - alone_since >= ORPHAN_SECONDS:
+        if now - alone_since >= orphan_seconds:
             kill_tree(pid, cookie)
 
 

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,11 +16,13 @@ import time
 from pathlib import Path
 from typing import Self
 
+import aiohttp
 import msgspec
 from aiohttp import WSMsgType, web
 
 from aimaster.wire import codec
 from aimaster.wire.actions import Action, Order, SetPeers, StartMember
+from aimaster.wire.checkpoint import SealedNotice, Version
 from aimaster.wire.ids import Incarnation, MemberId, NodeId, OrderId, RunId, Term
 from aimaster.wire.messages import (
     Ack,
@@ -33,8 +36,12 @@ from aimaster.wire.messages import (
     Report,
     Welcome,
 )
-from aimaster.wire.places import RunPlaces, node_memory
+from aimaster.wire.places import RunPlaces, agent_socket, node_memory, segments
 from aimaster.wire.topology import JobPlan, MemberSpec
+from easyckpt import layout, shm
+from easyckpt.digest import digest_bytes
+from easyckpt.layout import SegmentHeader, SegmentName, TensorEntry
+from easyckpt.slot import Slot
 
 QUICK = {
     "AIMASTER_AGENT__PROGRESS_SECONDS": "0.05",
@@ -194,6 +201,9 @@ class Run:
     def memory(self, node="node-0") -> Path:
         return node_memory(self.id, NodeId(node))
 
+    def segments(self, node="node-0") -> Path:
+        return segments(self.memory(node))
+
     def member(self, name: str, node="node-0") -> Path:
         return self.places.member(NodeId(node), MemberId(name))
 
@@ -206,6 +216,12 @@ class Run:
             process = subprocess.Popen(
                 words, env=os.environ | QUICK | environment, stdout=log, stderr=log, start_new_session=True
             )
+        self.processes.append(process)
+        return process
+
+    def front(self) -> subprocess.Popen:
+        """A process that stands for `aimaster run`."""
+        process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         self.processes.append(process)
         return process
 
@@ -238,7 +254,7 @@ class Run:
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.02)
         for node in self.nodes:
-            subprocess.run(["rm", "-rf", str(self.memory(node))], check=True)
+            shutil.rmtree(self.memory(node), ignore_errors=True)
 
 
 def member(name: str, code: str, *, role: str = "policy", **fields) -> MemberSpec:
@@ -256,3 +272,56 @@ while True:
     progress.beat("compute", step=step)
     time.sleep(0.02)
 """
+
+
+def seal_segment(
+    folder: Path,
+    step: int,
+    *,
+    name: str = "policy-0",
+    slot: int = 0,
+    lineage: int = 0,
+    flush: bool = True,
+    size_bytes: int = 40_000,
+) -> Path:
+    """Write and seal a segment of one tensor whose bytes depend on the step, as a trainer's engine does, without torch."""
+    entries = [TensorEntry(name="w", dtype="uint8", shape=(size_bytes,))]
+    header = SegmentHeader(
+        member=name, role=name.rpartition("-")[0], rank=0, ranks=1, lineage=lineage, step=step, flush=flush,
+        chain=f"{step:032x}", tensors=layout.place(entries), extra={"step": step},
+    )  # fmt: skip
+    place = Slot(folder / str(SegmentName(member=name, rank=0, slot=slot)))
+    place.fit(layout.room_for(header), header.data_bytes)
+    place.claim()
+    block = bytes((step + i) % 251 for i in range(size_bytes))
+    view = place.view()
+    view[:size_bytes] = block
+    view.release()
+    place.seal(layout.with_digests(header, {"w": digest_bytes(block)}))
+    place.close()
+    return place.path
+
+
+async def ask_agent(memory: Path, path: str, record, kind=None):
+    """A member's request to its own agent, on the node's socket."""
+    connector = aiohttp.UnixConnector(path=str(agent_socket(memory)))
+    async with (
+        aiohttp.ClientSession(connector=connector) as session,
+        session.post(f"http://agent{path}", data=codec.encode(record)) as response,
+    ):
+        body = await response.read()
+        assert response.status < 300, body
+        return codec.decode(body, kind) if kind else None
+
+
+async def tell_sealed(memory: Path, path: Path) -> None:
+    """What a trainer says after a seal."""
+    header = shm.read_header(path)
+    notice = SealedNotice(
+        member=MemberId(header.member),
+        rank=header.rank,
+        name=path.name,
+        version=Version(*header.version),
+        flush=header.flush,
+    )
+    await ask_agent(memory, "/v1/snapshots/sealed", notice)

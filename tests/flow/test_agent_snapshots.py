@@ -1,0 +1,256 @@
+import os
+
+import aiohttp
+import pytest
+
+from aimaster.wire import codec
+from aimaster.wire.actions import StopNode
+from aimaster.wire.checkpoint import FetchReply, FetchRequest, SnapshotPlace, Version
+from aimaster.wire.messages import Found, SnapshotMoved
+from easyckpt import replica, shm, storage
+from tests.flow.agent_master import Master, Run, ask_agent, seal_segment, tell_sealed, until
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = Run(tmp_path / "run", nodes=("node-0", "node-1", "node-2"))
+    yield run
+    run.close()
+
+
+def stored(run) -> list[int]:
+    return [record.step for record in storage.list_manifests(run.places.storage, "policy")]
+
+
+def held(run, node, tier="peer") -> list[int]:
+    return [segment.header.step for segment in shm.scan(run.segments(node)) if segment.tier == tier]
+
+
+async def seal(run, step, *, node="node-0", **fields):
+    path = seal_segment(run.segments(node), step, **fields)
+    await tell_sealed(run.memory(node), path)
+    return path
+
+
+async def test_a_marked_segment_goes_to_storage(run):
+    """A seal told with the flush mark is committed to storage, told to the master, and its pin ends; unmarked ones stay in memory."""
+    run.agent()
+    async with Master(run) as master:
+        await master.connected("node-0")
+        await seal(run, 1, slot=0, flush=False)
+        path = await seal(run, 2, slot=1)
+        moved = await master.event(SnapshotMoved)
+        assert (moved.place.tier, moved.place.version, moved.place.node, moved.error) == (
+            "storage",
+            Version(0, 2),
+            None,
+            None,
+        )
+        assert stored(run) == [2]
+        await until(lambda: not shm.pinned_names(run.segments()))
+        assert path.exists()
+        shown = await until(lambda: len(master.pulses["node-0"].snapshots) == 2 and master.pulses["node-0"].snapshots)
+        assert {place.version.step for place in shown} == {1, 2}
+
+
+async def test_old_checkpoints_go(run):
+    """Retention: the three newest checkpoints stay on storage."""
+    run.agent()
+    async with Master(run) as master:
+        await master.connected("node-0")
+        for step in range(1, 6):
+            await seal(run, step, slot=step % 2)
+            await master.event(SnapshotMoved, place=await _place_of(master, step))
+        await until(lambda: stored(run) == [5, 4, 3])
+
+
+async def _place_of(master, step):
+    return await until(
+        lambda: next((e.place for e in master.events(SnapshotMoved) if e.place.version.step == step), None)
+    )
+
+
+async def test_memory_outlives_the_agent(run):
+    """What was sealed and marked while the agent was dead is flushed by the next one; unsealed left-overs are removed."""
+    first = run.agent()
+    async with Master(run) as master:
+        await master.connected("node-0")
+        first.kill()
+        first.wait(timeout=10)
+        seal_segment(run.segments(), 7)
+        torn = run.segments() / "policy-0.r0.s1.safetensors"
+        torn.write_bytes(bytes(100))
+        run.agent()
+        await until(lambda: stored(run) == [7])
+        assert not torn.exists()
+
+
+async def test_the_newest_segment_is_copied_to_one_peer(run):
+    """A sealed segment appears in the memory of the next node, and of that one alone, proven and equal to the byte."""
+    for node in run.nodes:
+        run.agent(node)
+    async with Master(run) as master:
+        await master.introduce(run.nodes)
+        path = await seal(run, 3, flush=False)
+        await until(lambda: held(run, "node-1") == [3])
+        copy = run.segments("node-1") / "policy-0.r0.peer.s0.safetensors"
+        assert copy.read_bytes() == path.read_bytes()
+        await seal(run, 4, slot=1, flush=False)
+        await until(lambda: held(run, "node-1") == [4, 3])
+        assert held(run, "node-2") == []
+        assert held(run, "node-0") == []
+        await until(lambda: len(master.pulses["node-1"].snapshots) == 2)
+
+
+async def test_the_copy_goes_past_a_dead_peer(run):
+    """The next node's agent is dead: the one after it takes the copy; a peer that comes back empty gets it again."""
+    agents = {node: run.agent(node) for node in run.nodes}
+    async with Master(run) as master:
+        await master.introduce(run.nodes)
+        agents["node-1"].kill()
+        agents["node-1"].wait(timeout=10)
+        await seal(run, 5, flush=False)
+        await until(lambda: held(run, "node-2") == [5])
+        agents["node-2"].kill()
+        agents["node-2"].wait(timeout=10)
+        for path in run.segments("node-2").iterdir():
+            path.unlink()
+        agents["node-2"] = run.agent("node-2")
+        await until(lambda: len(master.hellos) == 4)
+        await master.introduce(("node-0", "node-2"))
+        await until(lambda: held(run, "node-2") == [5])
+
+
+async def test_a_corrupt_copy_is_refused(run):
+    """One flipped byte: the receiver answers 422, nothing of it is a candidate, and the copy before it is untouched. No token: 401."""
+    run.agent("node-1")
+    async with Master(run) as master:
+        await master.connected("node-1")
+        url = master.hellos[0].url
+        run.segments("node-0").mkdir(parents=True)
+        good, bad = seal_segment(run.segments("node-0"), 1), seal_segment(run.segments("node-0"), 2, slot=1)
+        headers = {"Authorization": f"Bearer {run.token}"}
+        async with aiohttp.ClientSession() as session:
+            answer = await session.put(f"{url}/v1/replicas/{good.name}", data=good.read_bytes(), headers=headers)
+            assert answer.status == 200
+            assert codec.decode(await answer.read(), SnapshotPlace).version == Version(0, 1)
+            data = bytearray(bad.read_bytes())
+            data[-100] ^= 1
+            answer = await session.put(f"{url}/v1/replicas/{bad.name}", data=bytes(data), headers=headers)
+            assert answer.status == 422
+            assert (await answer.json())["hint"]
+            answer = await session.put(f"{url}/v1/replicas/{bad.name}", data=bytes(data[:-500]), headers=headers)
+            assert answer.status == 422
+            answer = await session.put(f"{url}/v1/replicas/{bad.name}", data=bad.read_bytes())
+            assert answer.status == 401
+            assert held(run, "node-1") == [1]
+            metrics = await (await session.get(f"{url}/metrics")).text()
+            assert 'easyckpt_copies_total{outcome="refused"} 2.0' in metrics
+            answer = await session.put(f"{url}/v1/replicas/{bad.name}", data=bad.read_bytes(), headers=headers)
+            assert answer.status == 200
+        assert held(run, "node-1") == [2, 1]
+
+
+async def test_a_member_fetches_from_memory_peers_and_storage(run):
+    """Own memory first, then a peer's by a verified copy, then the place on storage; `newer_than` and `at` are kept to."""
+    for node in run.nodes:
+        run.agent(node)
+    async with Master(run) as master:
+        await master.introduce(run.nodes)
+
+        async def fetch(node, **fields):
+            reply = await ask_agent(
+                run.memory(node), "/v1/snapshots/fetch", FetchRequest(role="policy", **fields), FetchReply
+            )
+            return [(place.tier, place.version.step) for place in reply.places]
+
+        assert await fetch("node-2") == []
+        await seal(run, 3, flush=True)
+        await until(lambda: stored(run) == [3] and held(run, "node-1") == [3])
+        assert await fetch("node-0") == [("shm", 3)]
+        assert await fetch("node-1") == [("peer", 3)]
+        assert await fetch("node-2") == [("peer", 3)]
+        assert held(run, "node-2") == [3]
+        assert await fetch("node-2", newer_than=Version(0, 3)) == []
+        await seal(run, 4, slot=1, flush=False)
+        assert await fetch("node-2", newer_than=Version(0, 3)) == [("peer", 4)]
+        assert await fetch("node-2", at=Version(0, 3)) == [("peer", 3)]
+        for node in run.nodes:
+            for path in run.segments(node).glob("*.safetensors"):
+                path.unlink()
+        assert await fetch("node-2") == [("storage", 3)]
+
+
+async def test_a_corrupt_peer_is_passed_over(run):
+    """The peer's copy has a flipped byte: the member gets the older checkpoint from storage, and the node holds nothing corrupt."""
+    for node in ("node-0", "node-2"):
+        run.agent(node)
+    async with Master(run) as master:
+        for node in ("node-0", "node-2"):
+            await master.connected(node)
+        await seal(run, 3)
+        await until(lambda: stored(run) == [3])
+        path = seal_segment(run.segments(), 4, slot=1, flush=False)
+        with path.open("r+b") as file:
+            file.seek(-50, os.SEEK_END)
+            file.write(b"\xff\xfe\xfd")
+        await master.introduce(("node-0", "node-2"))
+        reply = await ask_agent(run.memory("node-2"), "/v1/snapshots/fetch", FetchRequest(role="policy"), FetchReply)
+        assert [place.version.step for place in reply.places] == [3]
+        assert 4 not in held(run, "node-2")
+
+
+@pytest.mark.parametrize("end", ["front", "order"])
+async def test_the_newest_snapshot_is_flushed_at_the_end(run, end):
+    """When the front is killed or the node is stopped, the newest sealed snapshot goes to storage though it was not marked."""
+    front = run.front()
+    agent = run.agent(front=front.pid)
+    async with Master(run) as master:
+        await master.connected("node-0")
+        await seal(run, 8, flush=False)
+        if end == "front":
+            front.kill()
+            front.wait(timeout=10)
+        else:
+            await master.order("node-0", StopNode(remove_memory=True))
+        await until(lambda: agent.poll() is not None)
+        assert stored(run) == [8]
+        assert run.memory().exists() == (end == "front")
+
+
+async def test_a_storage_that_fails_is_a_finding(run):
+    """A flush that fails is told with its reason and tried again; once storage is back, the checkpoint is there."""
+    run.places.storage.rmdir()
+    run.places.storage.write_text("not a folder")
+    run.agent()
+    async with Master(run) as master:
+        await master.connected("node-0")
+        await seal(run, 2)
+        found = await until(lambda: master.events(Found))
+        assert found[0].finding.sign == "agent.flush_failed"
+        assert found[0].finding.details["error"]
+        run.places.storage.unlink()
+        run.places.storage.mkdir()
+        await until(lambda: stored(run) == [2])
+
+
+async def test_a_segment_can_be_read_from_the_agent(run):
+    """GET /v1/snapshots names what is there, GET /v1/snapshots/NAME gives the bytes, which prove themselves to the receiver."""
+    run.agent()
+    async with Master(run) as master:
+        await master.connected("node-0")
+        path = await seal(run, 2, flush=False)
+        headers = {"Authorization": f"Bearer {run.token}"}
+        async with aiohttp.ClientSession(master.hellos[0].url, headers=headers) as session:
+            places = codec.decode(await (await session.get("/v1/snapshots")).read(), tuple[SnapshotPlace, ...])
+            assert [place.name for place in places] == [path.name]
+            data = await (await session.get(f"/v1/snapshots/{path.name}")).read()
+            run.segments("node-1").mkdir(parents=True)
+            got = replica.receive(run.segments("node-1"), iter([data]), path.name)
+            assert got.header.state_digest == places[0].state_digest
+            assert (await session.get("/v1/snapshots/../agent.sock")).status == 404
+            assert (await session.get("/v1/snapshots/policy-9.r0.s0.safetensors")).status == 404
+            ready = await session.get("/readyz")
+            assert ready.status == 200
+            health = await session.get("/healthz")
+            assert health.status == 200
