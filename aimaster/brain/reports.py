@@ -35,6 +35,7 @@ def connected(d: Draft, hello: Hello) -> None:
     if old.outbox_id != hello.outbox_id:
         fields |= {"outbox_id": hello.outbox_id, "acknowledged": 0}
     d.node(hello.node, state="connected", **fields)
+    open_before = [name for name, (to, _) in d.state.orders.items() if to == hello.node]
     for picture in hello.members:
         _meet(d, hello.node, picture)
     if emptied and old.state in ("connected", "silent"):
@@ -43,9 +44,9 @@ def connected(d: Draft, hello: Hello) -> None:
         occurred_at = old.seen_at if old.state == "silent" else d.now
         verdict = verdicts.agent_gone(hello.node, occurred_at, old.agent_pid)
         healed_in_place(d, "agent", f"agent-{hello.node}", verdict, occurred_at)
-    for node, order in d.state.orders.values():
-        if node == hello.node:
-            d.actions.append(Send(node=node, order=order))
+    for name in open_before:
+        if name in d.state.orders:
+            d.actions.append(Send(node=hello.node, order=d.state.orders[name][1]))
     if d.state.ending is None:
         members.start_planned(d, hello.node)
         members.ask_for_port(d)
@@ -93,8 +94,7 @@ def _replaced(d: Draft, old: Node, hello: Hello) -> None:
     ]
     if gone and d.state.ending is None:
         since = old.seen_at if old.state == "silent" else d.now
-        why = "its agent came back without the node's folders"
-        _lose(d, old.node, gone, since, verdicts.node_lost(old.node, since, why))
+        _lose(d, old.node, gone, since, verdicts.node_replaced(old.node, since))
 
 
 def _lose(d: Draft, node: NodeId, who: list[Member], since: float, verdict: Verdict) -> None:

@@ -10,6 +10,13 @@ def node_lost(node: NodeId, silent_since: float, why: str) -> Verdict:
     return _verdict("node.lost", Subject(node=node), silent_since, f"node {node} is lost: {why}", 0.8, (why,))
 
 
+def node_replaced(node: NodeId, since: float) -> Verdict:
+    """A fresh node stands under the lost one's name: nobody need move."""
+    why = "its agent came back without the node's folders"
+    summary = f"node {node} was lost and replaced: {why}"
+    return _verdict("node.lost", Subject(node=node), since, summary, 0.9, (why,), action="restart_process")
+
+
 def hang(member: Member, suspected: HangSuspected, why: str) -> Verdict:
     progress = suspected.progress
     learnt = (

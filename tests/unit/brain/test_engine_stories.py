@@ -1,0 +1,468 @@
+"""The engine told story by story: what happens, what is ordered, what the incident says."""
+
+import pytest
+
+from aimaster.brain.events import DrillMarked, FrontGone, StopRequested
+from aimaster.brain.picture import picture
+from aimaster.wire.actions import KillMember, SetPeers, StartMember, StopMember, StopNode
+from aimaster.wire.messages import Found, HangSuspected, Progress
+from tests.fakes.world import RANKS, RL, World, finding, plan_of
+
+
+@pytest.fixture
+def rl() -> World:
+    world = World(plan_of(RL))
+    world.connect()
+    world.pass_time(30, commit=True)
+    assert world.state.phase == "running"
+    return world
+
+
+@pytest.fixture
+def ranks() -> World:
+    world = World(plan_of(RANKS, kind="command", restart_scope="job"))
+    world.connect()
+    world.pass_time(30)
+    assert world.state.phase == "running"
+    return world
+
+
+def orders(world: World, kind: type) -> list:
+    return [(node, order.action) for node, order in world.sent if isinstance(order.action, kind)]
+
+
+def states(world: World) -> dict[str, str]:
+    return {name: member.state for name, member in world.state.members.items()}
+
+
+def the_incident(world: World):
+    (incident,) = world.state.incidents.values()
+    return incident
+
+
+# -- members one by one ---------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_policy_member_is_restarted_and_left_out_of_the_epoch(rl):
+    """Restarted in place as the next incarnation, proposed out of the epoch, resumed at the next commit, healed when it is back in."""
+    killed_at = rl.now
+    rl.die("policy-1")
+    assert rl.proposals[-1].leave == ("policy-1",)
+    assert rl.started()[-1] == ("policy-1", 1)
+    rl.pass_time(3, commit=True)
+    incident = the_incident(rl)
+    assert (incident.verdict.category, incident.action) == ("process.killed", "restart_process")
+    assert incident.occurred_at == killed_at == incident.decided_at
+    assert incident.resumed_at == killed_at + 1
+    assert incident.healed_at is not None
+    assert picture(rl.state, rl.view, rl.now).state == "running"
+
+
+def test_a_rollout_is_resumed_by_its_own_first_word(rl):
+    """No commit is waited for where training went on."""
+    rl.die("rollout-0")
+    rl.pass_time(2, commit=False)
+    assert the_incident(rl).resumed_at is not None
+    assert not rl.proposals
+
+
+def test_a_users_exception_stops_the_job_at_once(rl):
+    """No restart; every node is stopped, and the reason is the verdict."""
+    rl.die("rollout-0", signal=None, exit_code=1, findings=(finding("app.exception", text="ValueError: bad reward"),))
+    assert {node for node, _ in orders(rl, StopNode)} == {"node-0", "node-1"}
+    assert rl.state.phase == "failed"
+    assert "app.exception" in rl.state.ending.reason
+    assert the_incident(rl).action == "stop_job"
+    assert ("rollout-0", 1) not in rl.started()
+
+
+def test_a_member_out_of_budget_is_done_without_while_others_of_its_role_live(rl):
+    """The fourth death within the window: the job goes on without it, and is shown as degraded."""
+    for number in range(4):
+        rl.die("rollout-0")
+        rl.pass_time(30, commit=True)
+        assert len(rl.state.incidents) == number + 1
+    assert [start for start in rl.started() if start[0] == "rollout-0"] == [
+        ("rollout-0", number) for number in range(4)
+    ]
+    assert list(rl.state.incidents.values())[-1].action == "reform_without"
+    assert picture(rl.state, rl.view, rl.now).state == "degraded"
+
+
+def test_a_controller_out_of_budget_ends_the_job(rl):
+    """Nobody can do without it; the reason says that the restarts are used up."""
+    for _ in range(4):
+        rl.die("controller-0")
+        rl.pass_time(30)
+    assert rl.state.phase == "failed"
+    assert "all 3 restarts are used up" in rl.state.ending.reason
+
+
+def test_drills_spend_no_budget_and_are_marked(rl):
+    """As many drills as wished; each incident says that it was one."""
+    for _ in range(6):
+        rl.tell(DrillMarked(subject="rollout-0", note="drill kill:rollout-0@5"))
+        rl.die("rollout-0")
+        rl.pass_time(30, commit=True)
+    assert rl.state.members["rollout-0"].incarnation == 6
+    assert all(incident.drill for incident in rl.state.incidents.values())
+    rl.die("rollout-0")
+    assert not list(rl.state.incidents.values())[-1].drill
+
+
+def test_quick_deaths_in_a_row_are_restarted_after_a_growing_pause(rl):
+    """A crash loop is slowed down: at once, then after one second, then two."""
+    rl.die("rollout-0")
+    began = []
+    while len(began) < 3:
+        before = rl.state.members["rollout-0"].incarnation
+        if "rollout-0" in rl.living():
+            rl.die("rollout-0")
+            died_at = rl.now
+        rl.pass_time(0.25, turn=0.25)
+        if rl.state.members["rollout-0"].incarnation > before or rl.state.phase != "running":
+            began.append(rl.now - died_at)
+        if rl.state.members["rollout-0"].state == "dead" and rl.state.members["rollout-0"].start_at is None:
+            break
+    assert began == sorted(began)
+    assert began[-1] >= 1.0
+
+
+def test_a_start_that_fails_is_a_death(rl):
+    """A member that could not be started is reported as an exit without a process, and tried again within the budget."""
+    rl.die("rollout-0", signal=None, exit_code=127)
+    assert ("rollout-0", 1) in rl.started()
+
+
+def test_a_member_that_its_agent_does_not_show_is_gone(rl):
+    """Nothing was reported, the pictures lack it for some seconds: one incident, one restart."""
+    del rl.nodes["node-1"].alive["rollout-1"]
+    rl.pass_time(4)
+    assert not rl.state.incidents
+    rl.pass_time(4, commit=True)
+    assert the_incident(rl).subject == "rollout-1"
+    assert rl.living()["rollout-1"] == 1
+
+
+def test_a_member_that_left_early_is_missed(rl):
+    """Exit code 0 while the controller goes on is no end of the job: it is started again."""
+    rl.die("rollout-1", signal=None, exit_code=0, expected=True)
+    assert states(rl)["rollout-1"] == "finished"
+    rl.pass_time(15, commit=True)
+    assert states(rl)["rollout-1"] == "running"
+    assert len(rl.state.incidents) == 1
+
+
+# -- hangs ----------------------------------------------------------------------------------------------------------------
+
+
+def suspect(world: World, member: str, *evidence: str, lease: float | None = 5.0) -> None:
+    node = world.state.members[member].node
+    progress = Progress(
+        phase="compute", step=7, beats=world.nodes[node].beats[member], age_seconds=6.0, lease_seconds=lease
+    )
+    world.report(
+        node,
+        HangSuspected(
+            member=member,
+            role="policy",
+            incarnation=world.nodes[node].alive[member],
+            progress=progress,
+            evidence=evidence,
+            at=world.now,
+        ),
+    )
+
+
+def test_a_stopped_member_is_killed_and_restarted_in_one_incident(rl):
+    """State T in two looks is evidence: it is killed, and its death belongs to the hang's incident."""
+    suspect(rl, "policy-1", "state-T-twice")
+    assert [action.member for _, action in orders(rl, KillMember)] == ["policy-1"]
+    incident = the_incident(rl)
+    assert (incident.verdict.category, incident.action) == ("hang.straggler", "restart_process")
+    assert incident.occurred_at == rl.now - 6.0
+    assert incident.deaths == (("policy-1", 0),)
+    assert rl.living()["policy-1"] == 1
+    assert rl.proposals[-1].leave == ("policy-1",)
+
+
+def test_a_suspicion_without_evidence_kills_nobody_and_is_withdrawn_by_progress(rl):
+    """Silence alone is a suspicion; a later beat ends it."""
+    suspect(rl, "policy-1")
+    suspect(rl, "policy-0", "same-frame-twice", lease=None)
+    assert states(rl)["policy-1"] == states(rl)["policy-0"] == "suspected"
+    rl.pass_time(2)
+    assert states(rl)["policy-1"] == states(rl)["policy-0"] == "running"
+    assert not orders(rl, KillMember)
+
+
+def test_a_suspect_for_whom_all_others_wait_is_killed(rl):
+    """The controller naming it alone is the evidence of unequal sequence."""
+    from aimaster.brain.events import ControllerPulsed
+
+    suspect(rl, "policy-1")
+    rl.now += 1
+    rl.see(ControllerPulsed(pulse=rl.pulse(waiting_for="shares of policy-0, policy-1")))
+    assert not orders(rl, KillMember)
+    rl.see(ControllerPulsed(pulse=rl.pulse(waiting_for="shares of policy-1")))
+    assert [action.member for _, action in orders(rl, KillMember)] == ["policy-1"]
+    assert "all others wait for it" in the_incident(rl).verdict.summary
+
+
+# -- nodes, agents, masters -------------------------------------------------------------------------------------------------
+
+
+def test_an_agent_silent_while_its_members_are_heard_is_an_agents_fault(rl):
+    """Nothing is killed or moved however long it lasts; the picture says so."""
+    rl.disconnect("node-1")
+    sent = len(rl.sent)
+    rl.pass_time(60, commit=True)
+    assert len(rl.sent) == sent
+    assert not rl.state.incidents
+    status = picture(rl.state, rl.view, rl.now)
+    assert status.state == "degraded"
+    assert "nothing is moved" in status.findings[0]
+    rl.nodes["node-1"].pid += 1
+    rl.connect("node-1")
+    rl.pass_time(2, commit=True)
+    incident = the_incident(rl)
+    assert incident.subject == "agent-node-1"
+    assert incident.healed_at is not None
+    assert rl.living() == dict.fromkeys(RL, 0)
+
+
+def test_a_lost_node_has_its_members_placed_elsewhere(rl):
+    """Agent and members silent for node_silent_seconds: one incident for the node, its members restart on the other, no order to it."""
+    rl.lose_node("node-1")
+    rl.pass_time(9, commit=True)
+    assert not rl.state.incidents
+    rl.pass_time(5, commit=True)
+    incident = the_incident(rl)
+    assert (incident.subject, incident.verdict.category, incident.action) == ("node-1", "node.lost", "replace_node")
+    assert sorted(incident.deaths) == [("policy-1", 0), ("rollout-1", 0)]
+    assert rl.proposals[-1].leave == ("policy-1",)
+    assert set(rl.nodes["node-0"].alive) == set(RL)
+    assert incident.healed_at is not None
+
+
+def test_members_of_a_returning_lost_node_are_fenced(rl):
+    """A node that was only cut off comes back with old incarnations: these are killed, the newer live on."""
+    node = rl.nodes["node-1"]
+    rl.disconnect("node-1")
+    for _ in range(15):
+        rl.now += 1
+        rl.pass_time(0.5, controller=False)
+        from aimaster.brain.events import ControllerPulsed
+
+        seen = {name: rl.now for name in rl.nodes["node-0"].alive}
+        rl.see(ControllerPulsed(pulse=rl.pulse(seen=seen)))
+    assert set(rl.nodes["node-0"].alive) == set(RL)
+    assert node.alive == {"policy-1": 0, "rollout-1": 0}
+    rl.connect("node-1")
+    assert node.alive == {}
+    assert rl.nodes["node-0"].alive["policy-1"] == 1
+
+
+def test_a_node_replaced_under_its_name_gets_its_members_back(rl):
+    """The agent comes back without its folders: what ran there is gone, and starts there again in one incident."""
+    rl.lose_node("node-1")
+    rl.now += 2
+    rl.connect("node-1")
+    rl.pass_time(3, commit=True)
+    assert rl.nodes["node-1"].alive == {"policy-1": 1, "rollout-1": 1}
+    incident = the_incident(rl)
+    assert (incident.subject, incident.kind) == ("node-1", "node")
+
+
+def test_without_the_controller_a_silent_node_is_waited_for_longer(rl):
+    """A master that cannot hear members by their controller does not call them dead after ten seconds."""
+    rl.die("controller-0")
+    del rl.nodes["node-0"].alive["controller-0"]
+    rl.disconnect("node-1")
+    rl.pass_time(20, controller=False)
+    assert rl.state.nodes["node-1"].state == "silent"
+    rl.pass_time(15, controller=False)
+    assert rl.state.nodes["node-1"].state == "lost"
+
+
+def test_a_blamed_node_is_left_for_another(rl):
+    """A verdict on hardware moves the member away from its node."""
+    rl.die("policy-1", findings=(finding("gpu.lost"),))
+    assert rl.nodes["node-0"].alive["policy-1"] == 1
+    assert rl.state.nodes["node-1"].blamed
+    assert the_incident(rl).action == "replace_node"
+
+
+def test_a_new_master_adopts_the_living_and_renews_open_orders(rl):
+    """Nothing is started twice; what was ordered and not done is ordered again under the new term."""
+    rl.disconnect("node-1")
+    rl.now += 1
+    rl.tell(StopRequested(reason="enough"))
+    rl.restart_master()
+    rl.pass_time(1)
+    rl.connect()
+    assert rl.state.phase == "failed"
+    assert all(order.term == 2 for _, order in rl.sent[-1:])
+
+
+def test_a_restarted_master_starts_nobody_anew(rl):
+    """All members are adopted as they are; the master's own end is an incident that heals when all agents are back."""
+    before = rl.started()
+    rl.restart_master()
+    rl.pass_time(2)
+    rl.connect()
+    rl.pass_time(2, commit=True)
+    assert rl.started() == before
+    assert rl.state.term == 2
+    incident = the_incident(rl)
+    assert incident.subject == "master"
+    assert incident.healed_at is not None
+
+
+def test_a_new_front_begins_a_new_attempt(rl):
+    """Everything starts as the next incarnation with a fresh budget; survivors of the earlier attempt are fenced first."""
+    rl.restart_master(attempt=2)
+    rl.connect()
+    rl.pass_time(3, commit=True)
+    assert rl.living() == dict.fromkeys(RL, 1)
+    fenced = [action.incarnation for _, action in orders(rl, KillMember)]
+    assert fenced == [0] * len(RL)
+    assert not rl.state.incidents
+
+
+def test_agents_are_told_each_others_addresses(rl):
+    """Whoever connects, all that are on the line know all."""
+    newest = {node: action.peers for node, action in orders(rl, SetPeers)}
+    assert newest == dict.fromkeys(("node-0", "node-1"), {"node-0": "http://node-0", "node-1": "http://node-1"})
+
+
+# -- ranks of one command ---------------------------------------------------------------------------------------------------
+
+
+def test_one_killed_rank_restarts_all_on_a_new_port(ranks):
+    """The rest is stopped, then all start together as the next incarnation with a fresh MASTER_PORT."""
+    ranks.die("rank-1")
+    assert {action.member for _, action in orders(ranks, StopMember)} == {"rank-0", "rank-2"}
+    assert ranks.living() == dict.fromkeys(RANKS, 1)
+    ports = {action.spec.env["MASTER_PORT"] for _, action in orders(ranks, StartMember) if action.incarnation == 1}
+    assert ports == {str(ranks.ports)}
+    assert the_incident(ranks).action == "restart_job"
+    ranks.pass_time(2)
+    assert the_incident(ranks).healed_at is not None
+
+
+def test_ranks_that_follow_a_death_join_its_incident(ranks):
+    """Their exceptions do not stop the job: somebody else died first."""
+    ranks.disconnect("node-0")  # rank-0 and rank-2 cannot be stopped at once
+    ranks.die("rank-1")
+    ranks.die("rank-0", "node-0", signal=None, exit_code=1, findings=(finding("app.exception"),))
+    ranks.die("rank-2", "node-0", signal=None, exit_code=1, findings=(finding("app.exception"),))
+    ranks.connect("node-0")
+    incident = the_incident(ranks)
+    assert incident.subject == "rank-1"
+    assert len(incident.deaths) == 3
+    assert ranks.living() == dict.fromkeys(RANKS, 1)
+
+
+def test_an_echo_waits_for_the_death_that_explains_it(ranks):
+    """The first death to arrive only speaks of a lost peer; the root comes after it and is the user's exception: the job stops."""
+    ranks.die("rank-0", signal=None, exit_code=1, findings=(finding("net.unreachable", role="follower"),))
+    assert ranks.state.regroup is None
+    ranks.pass_time(1)
+    ranks.die("rank-1", signal=None, exit_code=1, findings=(finding("app.exception"),))
+    incident = the_incident(ranks)
+    assert (incident.subject, incident.verdict.category, incident.action) == ("rank-1", "app.exception", "stop_job")
+    assert ranks.state.phase == "failed"
+
+
+def test_an_echo_that_nobody_explains_is_restarted(ranks):
+    """After two seconds it is taken for the root itself."""
+    ranks.die("rank-0", signal=None, exit_code=1, findings=(finding("net.rdma_error", role="follower"),))
+    ranks.pass_time(4)
+    assert ranks.living() == dict.fromkeys(RANKS, 1)
+
+
+def test_a_death_soon_after_the_restart_is_an_incident_of_its_own(ranks):
+    """An exception of the next incarnation stops the job even within the first one's seconds."""
+    ranks.die("rank-1")
+    ranks.now += 1
+    ranks.die("rank-0", signal=None, exit_code=1, findings=(finding("app.exception"),))
+    assert len(ranks.state.incidents) == 2
+    assert ranks.state.phase == "failed"
+
+
+def test_restarts_of_all_ranks_share_one_budget(ranks):
+    """The fourth death stops the job, whichever ranks died."""
+    for rank in (0, 1, 2, 0):
+        ranks.die(f"rank-{rank}")
+        ranks.pass_time(30)
+    assert ranks.state.phase == "failed"
+    assert max(number for _, number in ranks.started()) == 3
+
+
+def test_a_command_whose_ranks_all_end_well_is_finished(ranks):
+    """Exit code 0 of every rank ends the job; the nodes are stopped and their memory removed."""
+    for rank in range(3):
+        ranks.die(f"rank-{rank}", signal=None, exit_code=0, expected=True)
+    assert ranks.state.phase == "finished"
+    assert all(action.remove_memory for _, action in orders(ranks, StopNode))
+
+
+# -- ends -------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_job_lets_its_members_leave_first(rl):
+    """Nodes are stopped once the members have left by themselves."""
+    from aimaster.brain.events import ControllerPulsed
+
+    rl.see(ControllerPulsed(pulse=rl.pulse(finished=True)))
+    assert rl.state.phase == "stopping"
+    assert not orders(rl, StopNode)
+    for member in RL:
+        rl.die(member, signal=None, exit_code=0, expected=True)
+    assert rl.state.phase == "finished"
+    assert len(orders(rl, StopNode)) == 2
+    assert not rl.state.incidents
+
+
+def test_waits_at_the_end_have_deadlines(rl):
+    """Members that do not leave are stopped with their node; a node that does not answer is given up and named."""
+    from aimaster.brain.events import ControllerPulsed
+
+    rl.see(ControllerPulsed(pulse=rl.pulse(finished=True)))
+    rl.disconnect("node-1")
+    rl.pass_time(31)
+    assert {node for node, _ in orders(rl, StopNode)} == {"node-0"}
+    assert rl.state.phase == "stopping"
+    rl.pass_time(31)
+    assert rl.state.phase == "finished"
+    assert "gave up waiting for node-1" in rl.state.ending.reason
+
+
+def test_a_gone_front_stops_everything_soon_and_keeps_the_memory(rl):
+    """The master ends last, within ten seconds even if an agent does not answer."""
+    rl.disconnect("node-1")
+    rl.tell(FrontGone(pid=1))
+    rl.pass_time(9)
+    assert rl.state.phase == "failed"
+    assert not any(action.remove_memory for _, action in orders(rl, StopNode))
+
+
+def test_deaths_while_stopping_are_no_incidents(rl):
+    """What dies on the way out was asked to."""
+    rl.disconnect("node-1")
+    rl.tell(StopRequested(reason="enough"))
+    rl.die("policy-1", "node-1")
+    rl.connect("node-1")
+    assert not rl.state.incidents
+    assert picture(rl.state, rl.view, rl.now).state == "stopping"
+
+
+def test_findings_of_no_death_are_shown_and_bounded(rl):
+    """The same finding again takes its earlier place's room; the oldest go."""
+    for number in range(30):
+        rl.report("node-0", Found(finding=finding("node.disk_full", text=f"disk {number}")))
+    assert len(rl.state.findings) == 1
+    assert picture(rl.state, rl.view, rl.now).findings == ("node.disk_full on node-0: disk 29",) or "disk 29" in str(
+        rl.state.findings
+    )
