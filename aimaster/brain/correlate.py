@@ -1,0 +1,205 @@
+"""Joins findings of many nodes to one picture: who is who, what belongs together, what the job did afterwards.
+
+Pure. Repeats are collapsed, missing ranks, pids and nodes are filled from lines that name both, and progress is laid beside the findings, so that
+`Picture.recovered` can say whether the job went on after a statement. Nothing is judged here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from aimaster.wire.health import Finding, Incident, Subject
+
+GRACE_SECONDS: Final = 5.0
+"""Progress that much later than a statement of another log counts as after it: clocks and buffers differ."""
+STEPS_AFTER: Final = 2.0
+"""Progress must have advanced at least so far to speak of a recovery in the same log."""
+
+
+class Picture(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything known, in order of time."""
+
+    findings: tuple[Finding, ...]
+    """Signs only, settled and collapsed."""
+    facts: tuple[Finding, ...]
+    announcements: tuple[Finding, ...]
+    nodes: tuple[str, ...]
+    """Every node that spoke."""
+    progress: dict[str, Finding]
+    """Per file: its last progress."""
+    ends: dict[str, float]
+    """Per node: when its logs end."""
+    finished: tuple[Finding, ...]
+    """Good ends."""
+
+    def last_progress_seconds(self, node: str | None = None) -> float | None:
+        """When the job (or one node of it) last reported a finished step."""
+        times = [
+            mark.time_seconds
+            for mark in self.progress.values()
+            if mark.time_seconds is not None and node in (None, mark.node)
+        ]
+        return max(times, default=None)
+
+    def recovered(self, finding: Finding) -> bool:
+        """Whether the job went on after this: progress in the same log, or clearly later in another one, or a good end."""
+        proof = finding.evidence[-1] if finding.evidence else None
+        mark = self.progress.get(proof.file) if proof and proof.file else None
+        if mark is not None and proof is not None:
+            before = float(finding.details.get("step", "-inf"))
+            if mark.evidence[0].offset > _last_offset(finding) and float(mark.details["number"]) != before:
+                return before == float("-inf") or float(mark.details["number"]) - before >= STEPS_AFTER
+            return self._ended_after(finding)
+        at = finding.last_seconds or finding.time_seconds
+        last = self.last_progress_seconds()
+        if at is not None and last is not None and last > at + GRACE_SECONDS:
+            return True
+        if at is None and last is not None and proof is not None:
+            # A log without times (dmesg with seconds since boot): it can only be judged by what the job did at the end.
+            return False
+        return self._ended_after(finding)
+
+    def _ended_after(self, finding: Finding) -> bool:
+        proof = finding.evidence[-1] if finding.evidence else None
+        for end in self.finished:
+            mark = end.evidence[0] if end.evidence else None
+            if mark and proof and mark.file == proof.file and mark.file:
+                if mark.offset > proof.offset or _same_moment(end, finding):
+                    return True
+            elif end.time_seconds is not None and finding.time_seconds is not None and _same_moment(end, finding):
+                return True
+        return False
+
+
+def _same_moment(end: Finding, finding: Finding) -> bool:
+    """A good end and what is said while everybody leaves."""
+    if end.time_seconds is None or finding.time_seconds is None:
+        return False
+    return finding.time_seconds <= end.time_seconds + 30.0
+
+
+def _last_offset(finding: Finding) -> int:
+    return finding.evidence[-1].offset if finding.evidence else 0
+
+
+class _Who:
+    """Which rank, pid, GPU and node belong together."""
+
+    def __init__(self, findings: Iterable[Finding]) -> None:
+        self.rank_node: dict[int, str] = {}
+        self.rank_of_pid: dict[tuple[str | None, int], int] = {}
+        self.pid_of_rank: dict[tuple[str | None, int], int] = {}
+        self.base: dict[str | None, int] = {}
+        self.pid_of_gpu: dict[tuple[str | None, str], int] = {}
+        self.index_of_bus: dict[tuple[str | None, str], str] = {}
+        for finding in findings:
+            self._learn(finding)
+
+    def _learn(self, finding: Finding) -> None:
+        subject, details = finding.subject, finding.details
+        node, rank, pid, gpu = subject.node, subject.rank, subject.pid, subject.gpu
+        if rank is not None and node is not None and finding.role != "accusation":
+            self.rank_node.setdefault(rank, node)
+        if finding.sign == "torch.elastic-entry" and rank is not None:
+            if node is not None:
+                self.rank_node[rank] = node
+            if details.get("local_rank", "-1") != "-1":
+                self.base[node] = rank - int(details["local_rank"])
+        if rank is not None and pid and finding.role != "accusation":
+            self.rank_of_pid.setdefault((node, pid), rank)
+            self.pid_of_rank.setdefault((node, rank), pid)
+        if gpu is not None and pid:
+            self.pid_of_gpu.setdefault((node, gpu), pid)
+        if "bus" in details and gpu is not None:
+            self.index_of_bus[(node, bus_address(details["bus"]))] = gpu
+
+    def settle(self, finding: Finding) -> Finding:
+        """The finding with the fields of its subject filled that other lines determine."""
+        subject, details = finding.subject, finding.details
+        node, rank, pid = subject.node, subject.rank, subject.pid
+        if node is None and rank is not None:
+            node = self.rank_node.get(rank)
+        if rank is None and pid:
+            rank = self.rank_of_pid.get((node, pid))
+        if rank is None and "local_rank" in details and node in self.base:
+            rank = self.base[node] + int(details["local_rank"])
+        if rank is None and "local_rank" in details and not self.base and len(set(self.rank_node.values())) <= 1:
+            rank = int(details["local_rank"])
+        if not pid and rank is not None:
+            pid = self.pid_of_rank.get((node, rank))
+        settled = Subject(node=node, rank=rank, gpu=subject.gpu, pid=pid or None)
+        return finding if settled == subject else msgspec.structs.replace(finding, subject=settled)
+
+
+def bus_address(bus: str) -> str:
+    """NCCL's busId (3b000) as a PCI address (0000:3b:00)."""
+    if ":" in bus:
+        return bus.lower()
+    digits = bus.rjust(8, "0")
+    return f"{digits[:-5].rjust(4, '0')}:{digits[-5:-3]}:{digits[-3:-1]}"
+
+
+def correlate(findings: Iterable[Finding]) -> Picture:
+    """One picture of all findings."""
+    everything = list(findings)
+    who = _Who(everything)
+    for finding in list(everything):  # pids known by one line give ranks to another
+        if finding.sign in ("torch.elastic-failed", "deepspeed.exit", "deepspeed.exit-bus-error"):
+            who._learn(who.settle(finding))  # noqa: SLF001 - same module
+    settled = [who.settle(finding) for finding in everything]
+    signs = collapse(finding for finding in settled if finding.kind == "sign")
+    progress: dict[str, Finding] = {}
+    ends: dict[str, float] = {}
+    for finding in settled:
+        if finding.kind == "progress" and finding.evidence:
+            known = progress.get(finding.evidence[0].file)
+            if known is None or known.evidence[0].offset <= finding.evidence[0].offset:
+                progress[finding.evidence[0].file] = finding
+        elif finding.sign == "log.end" and finding.node is not None and finding.time_seconds is not None:
+            ends[finding.node] = max(ends.get(finding.node, 0.0), finding.time_seconds)
+    nodes = {finding.node for finding in settled if finding.node is not None}
+    return Picture(
+        findings=tuple(signs),
+        facts=tuple(finding for finding in settled if finding.kind == "fact"),
+        announcements=tuple(finding for finding in settled if finding.kind == "announcement"),
+        nodes=tuple(sorted(nodes)),
+        progress=progress,
+        ends=ends,
+        finished=tuple(finding for finding in settled if finding.kind == "end"),
+    )
+
+
+def collapse(findings: Iterable[Finding]) -> list[Finding]:
+    """The same said of the same subject by the same node is one finding; it keeps the first line and counts the rest."""
+    merged: dict[tuple[object, ...], Finding] = {}
+    for finding in findings:
+        numbers = tuple(finding.details.get(name) for name in ("xid", "seq", "op", "exception", "message", "exit_code", "peer", "address"))
+        key = (finding.sign, finding.category, finding.role, finding.subject, finding.node, numbers, _minute(finding))
+        known = merged.get(key)
+        if known is None:
+            merged[key] = finding
+            continue
+        last = max((at for at in (known.last_seconds, finding.last_seconds, finding.time_seconds) if at is not None), default=None)
+        merged[key] = msgspec.structs.replace(known, count=known.count + finding.count, last_seconds=last)
+    return list(merged.values())
+
+
+def _minute(finding: Finding) -> int | None:
+    """Events an hour apart stay apart: a fault that comes back is another fault."""
+    return None if finding.time_seconds is None else int(finding.time_seconds // 600)
+
+
+def incident(findings: Iterable[Finding], *, name: str = "") -> Incident:
+    """The findings as one incident, in order of time."""
+    ordered = sorted(findings, key=lambda one: (one.time_seconds is None, one.time_seconds or 0.0))
+    times = [one.time_seconds for one in ordered if one.time_seconds is not None]
+    nodes = {one.subject.node or one.node for one in ordered}
+    return Incident(
+        id=name,
+        opened_at_seconds=min(times, default=None),
+        findings=tuple(ordered),
+        nodes=tuple(sorted(node for node in nodes if node)),
+    )

@@ -1,0 +1,314 @@
+"""Who failed first and why: from the findings of all nodes to one verdict. Pure.
+
+Order of thought: what the job survived is no failure; an end that was announced explains all after it; then the earliest statement about
+oneself, the deeper cause before its symptom; then votes of others; then what a stall's numbers tell; and only then "cannot tell". Followers never
+win. Whatever was considered and dropped is listed with the reason.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from aimaster.brain import wording
+from aimaster.brain.correlate import Picture, correlate
+from aimaster.brain.exits import from_exit
+from aimaster.brain.hangs import Stall, explain_stall
+from aimaster.brain.suspects import Ranked, level, rank_suspects, refine
+from aimaster.wire.health import Action, Culprit, Evidence, FaultOf, Finding, RuledOut, Verdict, category
+
+__all__ = ["diagnose", "from_exit"]
+
+PLAIN: Final = 50
+"""Weight from which a statement raises a failure by itself."""
+SUPPORT: Final = 20
+"""Weight from which a statement may explain a failure that other lines prove."""
+EVIDENCE_LINES: Final = 14
+STICKY: Final = frozenset({"gpu.slowdown", "gpu.row_remap_failure", "gpu.lost", "gpu.silent_corruption"})
+"""They do not go away because training goes on."""
+
+
+def diagnose(findings: Iterable[Finding], now: float) -> Verdict:
+    """The verdict on everything that was found; `now` closes the window of a job that still runs."""
+    picture = correlate(finding for finding in findings if finding.time_seconds is None or finding.time_seconds <= now + 86400)
+    signs = refine(picture)
+    picture = msgspec.structs.replace(picture, findings=tuple(signs))
+    case = _Case(picture)
+    verdict = case.announced() or case.rooted() or case.stalled() or case.unknown() or case.benign()
+    return verdict
+
+
+class _Case:
+    """One picture under judgement; each method is one step of the order of thought."""
+
+    def __init__(self, picture: Picture) -> None:
+        self.picture = picture
+        self.ruled_out: list[RuledOut] = []
+        suspects = [finding for finding in picture.findings if finding.role in ("self", "accusation")]
+        suspects = self._drop_announced(suspects)
+        self.survived = [one for one in suspects if self._survived(one)]
+        self.open = [one for one in suspects if one not in self.survived]
+        self.echoes = [one for one in picture.findings if one.role == "follower" and not picture.recovered(one)]
+        self.failed = any(one.weight >= PLAIN for one in self.open) or any(
+            echo.weight >= 3 and echo.severity != "info" for echo in self.echoes
+        )
+        for one in self.survived:
+            self._rule_out(one, "the job went on after it")
+
+    def _drop_announced(self, suspects: list[Finding]) -> list[Finding]:
+        """A node that was taken away on purpose is not lost."""
+        removals = [one for one in self.picture.announcements if one.role == "benign"]
+        if not removals:
+            return suspects
+        kept = []
+        for one in suspects:
+            why = next((removal for removal in removals if _explains_removal(removal, one)), None)
+            if why is None:
+                kept.append(one)
+            else:
+                self._rule_out(one, "its removal was announced: " + wording.short(why.evidence[0].text if why.evidence else ""))
+        return kept
+
+    def _survived(self, finding: Finding) -> bool:
+        if finding.category in STICKY and (finding.category != "gpu.slowdown" or finding.count >= 3):
+            return False
+        if finding.severity == "critical" and finding.weight >= 85 and not self._well_after(finding):
+            return False
+        return self.picture.recovered(finding)
+
+    def _well_after(self, finding: Finding) -> bool:
+        """Decisive hardware lines are forgiven only by a good while of progress, or by a job that ended well."""
+        last = self.picture.last_progress_seconds()
+        if self.picture.finished:
+            return True
+        at = finding.last_seconds or finding.time_seconds
+        return at is None or last is None or last > at + 600
+
+    # ------------------------------------------------------------------------------------------------- the steps
+
+    def announced(self) -> Verdict | None:
+        """Preemption, time limit, scale-down: they explain everything after them, but not what was broken before."""
+        notices = [one for one in self.picture.announcements if one.role == "self" and not self.picture.recovered(one)]
+        if not notices:
+            return None
+        notice = notices[0]
+        ranked = self._ranked()
+        root = ranked[0].finding if ranked else None
+        if root is not None and _clearly_before(root, notice) and root.weight >= 75 and level(root) <= 3:
+            self._rule_out(notice, f"{wording.what(root.category)} came first")
+            return None
+        for one in ranked:
+            self._rule_out(one.finding, f"it follows the announced end ({wording.what(notice.category)})")
+        if notice.category == "sched.time_limit":
+            notice = msgspec.structs.replace(notice, subject=Culprit())
+        related = [one.finding for one in ranked if one.finding.subject.node == notice.subject.node]
+        return self._verdict(notice, related, confidence=0.9)
+
+    def rooted(self) -> Verdict | None:
+        """The best-placed statement, if the job failed or the statement alone proves a failure."""
+        ranked = self._ranked()
+        if not ranked or not self.failed:
+            return None
+        best = ranked[0]
+        for other in ranked[1:]:
+            if other.finding.category != best.finding.category or other.finding.subject.node != best.finding.subject.node:
+                self._rule_out(other.finding, other.why or wording.later(best.finding, other.finding))
+        related = [one.finding for one in ranked[1:] if one.finding.subject.node == best.finding.subject.node]
+        return self._verdict(best.finding, related, confidence=_confidence(ranked))
+
+    def stalled(self) -> Verdict | None:
+        """Nobody says he failed: numbers, missing ranks, silence."""
+        stall = explain_stall(msgspec.structs.replace(self.picture, findings=tuple(self.echoes)))
+        return None if stall is None else self._stall(stall)
+
+    def unknown(self) -> Verdict | None:
+        """Something ended badly and no sign explains it."""
+        if not self.failed:
+            return None
+        first = min(self.echoes, key=_when, default=None)
+        node = first.subject.node if first and len({echo.node for echo in self.echoes}) == 1 else None
+        row = category("unknown")
+        return Verdict(
+            category="unknown",
+            culprit=Culprit(node=node),
+            fault_of=row.fault_of,
+            action=row.action,
+            confidence=0.2,
+            summary="The job ended badly, and no known sign says why.",
+            advice=row.advice,
+            time_seconds=first.time_seconds if first else None,
+            evidence=self._evidence(None),
+            ruled_out=tuple(self.ruled_out),
+        )
+
+    def benign(self) -> Verdict:
+        """Nothing wrong, or nothing that needs more than a note."""
+        notes = [one for one in self.picture.findings if one.category == "gpu.row_remap_pending" and not self.picture.progress]
+        if notes:
+            return self._verdict(notes[0], notes[1:], confidence=0.7)
+        for one in self.open:
+            self._rule_out(one, "by itself it stops nothing, and nothing failed")
+        return Verdict(
+            category="benign",
+            confidence=0.9 if self.picture.progress or self.picture.finished else 0.6,
+            summary="Nothing is wrong." if not self.ruled_out else "Nothing failed; what looks alarming was survived or harmless.",
+            advice=category("benign").advice,
+            ruled_out=tuple(self.ruled_out),
+        )
+
+    # ------------------------------------------------------------------------------------------------ making verdicts
+
+    def _ranked(self) -> list[Ranked]:
+        candidates = [one for one in self.open if one.weight >= (SUPPORT if self.failed else PLAIN)]
+        return rank_suspects(candidates, self.picture, self.echoes)
+
+    def _verdict(self, root: Finding, related: list[Finding], *, confidence: float) -> Verdict:
+        row = category(root.category)
+        culprit = self._culprit(root, related)
+        fault_of: FaultOf = root.fault_of or row.fault_of
+        action: Action = root.action or row.action
+        traceback = root.traceback or next((one.traceback for one in related if one.traceback), "")
+        return Verdict(
+            category=root.category,
+            culprit=culprit,
+            fault_of=fault_of,
+            action=action,
+            confidence=round(min(confidence, 0.99), 2),
+            summary=wording.summary(root, culprit),
+            advice=wording.advice(root, row.advice),
+            traceback=traceback if row.fault_of == "user_code" else "",
+            time_seconds=root.time_seconds,
+            evidence=self._evidence(root),
+            ruled_out=tuple(self.ruled_out),
+        )
+
+    def _culprit(self, root: Finding, related: list[Finding]) -> Culprit:
+        """The root's subject, completed by what else was said of the same thing; nobody when all say the same at once."""
+        subject = root.subject
+        if root.category in ("hang.unknown", "sched.time_limit", "benign"):
+            return Culprit()
+        if level(root) >= 3 and _everywhere(root, self.picture):
+            return Culprit()
+        rank, gpu, pid = subject.rank, subject.gpu, subject.pid
+        bus_pid = next(
+            (
+                one.subject.pid
+                for one in self.picture.findings
+                if gpu and one.subject.node == subject.node and one.subject.gpu == gpu and one.subject.pid
+            ),
+            None,
+        )
+        pid = pid or bus_pid
+        rank = rank if rank is not None else self._rank_of(subject.node, pid)
+        for one in sorted(related, key=lambda other: level(other)):
+            if rank is not None and one.subject.rank not in (None, rank):
+                continue
+            if pid is not None and one.subject.pid not in (None, pid):
+                continue
+            if _same_fault(root, one):
+                rank = rank if rank is not None else one.subject.rank
+                pid = pid or one.subject.pid
+                gpu = gpu or one.subject.gpu
+        return Culprit(node=subject.node, rank=rank, gpu=gpu, pid=pid)
+
+    def _rank_of(self, node: str | None, pid: int | None) -> int | None:
+        if pid is None:
+            return None
+        for one in self.picture.findings:
+            if one.subject.pid == pid and one.subject.rank is not None and one.subject.node == node:
+                return one.subject.rank
+        return None
+
+    def _stall(self, stall: Stall) -> Verdict:
+        row = category(stall.category)
+        nobody = stall.category in ("hang.unknown", "app.collective_mismatch")
+        culprit = Culprit() if nobody else stall.subject
+        first = stall.evidence[0].time_seconds if stall.evidence else None
+        return Verdict(
+            category=stall.category,
+            culprit=culprit,
+            fault_of=row.fault_of,
+            action=row.action,
+            confidence=stall.confidence,
+            summary=f"{wording.what(stall.category).capitalize()}{wording.at(culprit)}: {stall.why}.",
+            advice=row.advice,
+            time_seconds=first,
+            evidence=_merge(stall.evidence, self._evidence(None)),
+            ruled_out=tuple(self.ruled_out),
+        )
+
+    def _evidence(self, root: Finding | None) -> tuple[Evidence, ...]:
+        """The root's lines and the first echoes of each kind, in order of time."""
+        lines: list[Evidence] = list(root.evidence) if root is not None else []
+        seen: set[tuple[str, str | None]] = set()
+        for echo in sorted(self.echoes, key=_when):
+            if (echo.sign, echo.node) not in seen and len(lines) < EVIDENCE_LINES and echo.evidence:
+                seen.add((echo.sign, echo.node))
+                lines.append(echo.evidence[0])
+        lines.sort(key=lambda line: (line.time_seconds is None, line.time_seconds or 0.0))
+        return tuple(lines)
+
+    def _rule_out(self, finding: Finding, why: str) -> None:
+        key = (finding.category, finding.subject, why)
+        if len(self.ruled_out) < 40 and all((one.category, one.culprit, one.why) != key for one in self.ruled_out):
+            self.ruled_out.append(
+                RuledOut(category=finding.category, culprit=finding.subject, why=why, evidence=finding.evidence[:1])
+            )
+
+
+def _when(finding: Finding) -> tuple[bool, float]:
+    return finding.time_seconds is None, finding.time_seconds or 0.0
+
+
+def _merge(first: tuple[Evidence, ...], more: tuple[Evidence, ...]) -> tuple[Evidence, ...]:
+    known = {(line.file, line.offset) for line in first}
+    return first + tuple(line for line in more if (line.file, line.offset) not in known)
+
+
+def _clearly_before(root: Finding, notice: Finding) -> bool:
+    if root.time_seconds is None or notice.time_seconds is None:
+        return False
+    return root.time_seconds < notice.time_seconds - 30.0
+
+
+def _explains_removal(removal: Finding, finding: Finding) -> bool:
+    if finding.category not in ("node.lost", "ray.head_lost", "process.killed"):
+        return False
+    if removal.subject.node not in (None, removal.node, finding.subject.node):
+        return False
+    if removal.time_seconds is None or finding.time_seconds is None:
+        return True
+    return removal.time_seconds - 60.0 <= finding.time_seconds <= removal.time_seconds + 900.0
+
+
+def _everywhere(root: Finding, picture: Picture) -> bool:
+    """The same error on several nodes at once: shared code or setting, nobody's fault in particular."""
+    if root.category not in ("app.exception", "app.config", "app.nan"):
+        return False
+    same = [
+        one
+        for one in picture.findings
+        if one.sign == root.sign and one.details.get("exception") == root.details.get("exception") and one.role == "self"
+    ]
+    return len({one.subject.node for one in same if one.subject.node}) > 1
+
+
+def _same_fault(root: Finding, other: Finding) -> bool:
+    """Whether another statement of the same node is likely about the same process."""
+    if root.category.startswith(("node.disk_full", "net.", "node.kernel", "node.lost", "node.limits")) and other.subject.rank is not None:
+        return root.category == other.category or level(other) >= 4
+    return True
+
+
+def _confidence(ranked: list[Ranked]) -> float:
+    best = ranked[0].finding
+    value = 0.45 + best.weight / 200.0
+    if best.role == "accusation":
+        value -= 0.1
+    votes = Counter(one.finding.category for one in ranked)
+    if votes[best.category] > 1:
+        value += 0.05
+    return value

@@ -1,0 +1,176 @@
+"""The verdict on one member's exit, from its code, its signal and what its log said. Pure.
+
+A traceback of the program is the user's; an echo of a dead peer (gloo, NCCL, torchrun's closing signal) is never a root; faulthandler's `Timeout (`
+dump with exit 1 is a hang; a bare SIGKILL or SIGTERM is somebody else's doing and worth another try.
+"""
+
+from __future__ import annotations
+
+import re
+import signal as signals
+from collections.abc import Iterable
+from typing import Final
+
+from aimaster.brain import wording
+from aimaster.wire.health import Culprit, Evidence, Finding, Verdict, category
+
+_CRASHES: Final = {
+    signals.SIGSEGV: "app.segfault",
+    signals.SIGILL: "app.segfault",
+    signals.SIGFPE: "app.segfault",
+    signals.SIGBUS: "node.shm_full",
+}
+_EXCEPTION_LINE = re.compile(r"^(?:\[[^\]]*\]:? ?)?(?P<name>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Failure|Fault))(?:: (?P<message>.*))?$")
+_ECHO = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Broken pipe|Timed out waiting \d+ms for|gloo/transport|ncclRemoteError|NCCL error|"
+    r"DistBackendError|DistNetworkError|DistStoreError|SignalException|ChildFailedError|Socket closed|Connection refused"
+)
+_DUMP = re.compile(r"^(?:\[[^\]]*\]:? ?)?Timeout \([\d:.]+\)!", re.MULTILINE)
+
+
+def from_exit(
+    member: str,
+    node: str,
+    rank: int | None,
+    pid: int | None,
+    exit_code: int | None,
+    signal: int | None,
+    log_findings: Iterable[Finding],
+    *,
+    log_tail: str = "",
+    now: float | None = None,
+) -> Verdict:
+    """What ended this member, by its own words first and by how it ended second.
+
+    `exit_code` may be negative or above 128 for a signal; `log_tail` is searched for a traceback that no sign knows.
+    """
+    code, number = _normal(exit_code, signal)
+    culprit = Culprit(node=node, rank=rank, pid=pid)
+    found = [one for one in log_findings if one.kind == "sign" and one.role != "benign"]
+    own = [one for one in found if one.role == "self" and one.weight >= 20 and one.category != "process.killed"]
+    hang = next((one for one in own if one.category == "hang.straggler"), None)
+    if code == 1 and (hang is not None or _DUMP.search(log_tail)):
+        return _verdict("hang.straggler", culprit, 0.85, f"{member} stopped itself: its training thread made no progress", hang, now)
+    if code == 0 and number is None:
+        return _verdict("benign", culprit, 0.95, f"{member} ended well", None, now)
+    best = max(own, key=lambda one: one.weight, default=None)
+    if best is not None and best.weight >= 60:
+        return _said(member, culprit, best, code, number, now)
+    trace = _last_traceback(log_tail)
+    raised = next((one for one in own if one.category == "app.exception"), None)
+    if number is None and raised is not None:
+        return _said(member, culprit, raised, code, number, now)
+    if number is None and trace is not None:
+        return _raised(member, culprit, trace, now)
+    if best is not None and best.weight >= 45 and number != signals.SIGTERM:
+        return _said(member, culprit, best, code, number, now)
+    if number in _CRASHES:
+        name = signals.Signals(number).name
+        return _verdict(_CRASHES[signals.Signals(number)], culprit, 0.75, f"{member} was ended by {name}", best, now)
+    return _echo_or_killed(member, culprit, code, number, found, log_tail, now)
+
+
+def _normal(exit_code: int | None, signal: int | None) -> tuple[int | None, int | None]:
+    """Exit code and signal apart; 128 + n of a shell and -n of subprocess are signals."""
+    if signal:
+        return None, signal
+    if exit_code is not None and exit_code < 0:
+        return None, -exit_code
+    if exit_code is not None and 128 < exit_code <= 128 + 64 and exit_code != 255:
+        return None, exit_code - 128
+    return exit_code, None
+
+
+def _echo_or_killed(
+    member: str, culprit: Culprit, code: int | None, number: int | None, found: list[Finding], tail: str, now: float | None
+) -> Verdict:
+    echo = max((one for one in found if one.role == "follower"), key=lambda one: one.weight, default=None)
+    if echo is not None or _ECHO.search(tail):
+        how = f"exit code {code}" if number is None else _name(number)
+        return _verdict(
+            "process.killed", culprit, 0.3, f"{member} ended with {how} because a peer was gone; it is a victim", echo, now
+        )
+    if number is not None:
+        return _verdict("process.killed", culprit, 0.6, f"{member} was ended by {_name(number)}, and said nothing itself", None, now)
+    return _verdict("unknown", culprit, 0.2, f"{member} ended with exit code {code} and said nothing that any sign knows", None, now)
+
+
+def _name(number: int) -> str:
+    try:
+        return signals.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _said(
+    member: str, culprit: Culprit, finding: Finding, code: int | None, number: int | None, now: float | None
+) -> Verdict:
+    row = category(finding.category)
+    whole = Culprit(
+        node=culprit.node,
+        rank=culprit.rank if culprit.rank is not None else finding.subject.rank,
+        gpu=finding.subject.gpu,
+        pid=culprit.pid or finding.subject.pid,
+    )
+    how = _name(number) if number is not None else f"exit code {code}"
+    return Verdict(
+        category=finding.category,
+        culprit=whole,
+        fault_of=finding.fault_of or row.fault_of,
+        action=finding.action or row.action,
+        confidence=round(min(0.95, 0.5 + finding.weight / 200), 2),
+        summary=f"{member} ended with {how}: {wording.summary(finding, whole)}",
+        advice=wording.advice(finding, row.advice),
+        traceback=finding.traceback,
+        time_seconds=finding.time_seconds if finding.time_seconds is not None else now,
+        evidence=finding.evidence,
+    )
+
+
+def _last_traceback(tail: str) -> tuple[str, str, str] | None:
+    """(exception, message, traceback) of the last traceback of the tail that is no echo of a dead peer."""
+    start = len(tail)
+    while (start := tail.rfind("Traceback (most recent call last)", 0, start)) >= 0:
+        for line in tail[start:].splitlines()[1:]:
+            found = _EXCEPTION_LINE.match(line)
+            if found is None:
+                continue
+            if _ECHO.search(line) or found["name"].endswith(("KeyboardInterrupt", "SystemExit")):
+                break
+            end = tail.find(line, start) + len(line)
+            return found["name"], (found["message"] or "").strip(), tail[start:end]
+    return None
+
+
+def _raised(member: str, culprit: Culprit, trace: tuple[str, str, str], now: float | None) -> Verdict:
+    name, message, text = trace
+    row = category("app.exception")
+    said = f"{name}: {message}" if message else name
+    return Verdict(
+        category="app.exception",
+        culprit=culprit,
+        fault_of=row.fault_of,
+        action=row.action,
+        confidence=0.9,
+        summary=f"{member} raised {wording.short(said)}{wording.at(culprit)}.",
+        advice=row.advice,
+        traceback=text,
+        time_seconds=now,
+        evidence=(Evidence(node=culprit.node, time_seconds=now, text=said, sign="python.exception"),),
+    )
+
+
+def _verdict(name: str, culprit: Culprit, confidence: float, summary: str, finding: Finding | None, now: float | None) -> Verdict:
+    row = category(name)
+    return Verdict(
+        category=name,
+        culprit=Culprit() if name == "benign" else culprit,
+        fault_of=row.fault_of,
+        action=row.action,
+        confidence=confidence,
+        summary=f"{summary}.",
+        advice=row.advice,
+        traceback=finding.traceback if finding is not None else "",
+        time_seconds=finding.time_seconds if finding is not None and finding.time_seconds is not None else now,
+        evidence=finding.evidence if finding is not None else (),
+    )

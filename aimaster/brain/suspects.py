@@ -1,0 +1,316 @@
+"""Ranks the statements that may be the root: earliest first, the deeper cause before its symptom, self before accusation. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from aimaster.brain.correlate import Picture
+from aimaster.wire.health import Finding
+
+TOGETHER_SECONDS: Final = 120.0
+"""Statements that close to each other are one moment: logs are buffered and clocks differ; there the deeper cause wins."""
+STALE_SECONDS: Final = 1800.0
+"""Beyond the longest watchdog timeout, a statement that old before the first echo did not cause it."""
+
+_LEVELS: Final[tuple[tuple[str, int], ...]] = (
+    ("gpu.row_remap_pending", 5),
+    ("gpu.access_lost", 1),
+    ("gpu.memory_held", 2),
+    ("gpu.", 1),
+    ("net.port_down", 1),
+    ("net.nic_fault", 1),
+    ("net.rdma_error", 2),
+    ("net.", 3),
+    ("node.lost", 2),
+    ("node.shared_fs", 2),
+    ("node.", 1),
+    ("ray.", 2),
+    ("sched.", 0),
+    ("app.exception", 4),
+    ("app.", 3),
+    ("data.", 3),
+    ("serve.", 3),
+    ("process.killed", 4),
+    ("hang.", 4),
+)
+
+
+class Ranked(msgspec.Struct, frozen=True, kw_only=True):
+    """One suspect in its place, and why it is not first."""
+
+    finding: Finding
+    why: str = ""
+
+
+def level(finding: Finding) -> int:
+    """How deep a category lies: 1 hardware and host, 2 a node or its service, 3 a specific and 4 a vague program error."""
+    return next((depth for prefix, depth in _LEVELS if finding.category.startswith(prefix)), 5)
+
+
+# ------------------------------------------------------------------------------------------------------------ refining
+
+
+def refine(picture: Picture) -> list[Finding]:
+    """Findings whose meaning depends on others get it: repeated Xids, recovery actions, contained errors, votes."""
+    findings = list(picture.findings)
+    findings = _recovery_actions(findings)
+    findings = _repeated_faults(findings)
+    findings = _contained(findings)
+    findings = _file_server_back(findings, picture)
+    findings = _accused_by_most(findings)
+    findings = _head_lost(findings, picture)
+    return _advertised(findings, picture)
+
+
+def _xid(finding: Finding) -> int | None:
+    return int(finding.details["xid"]) if finding.sign == "nvidia.xid" else None
+
+
+def _recovery_actions(findings: list[Finding]) -> list[Finding]:
+    """Xid 154 carries the driver's verdict on the GPU: it raises the action of the hardware Xid before it."""
+    asks = {
+        (one.subject.node, one.subject.gpu)
+        for one in findings
+        if _xid(one) == 154 and any(word in one.details.get("text", "") for word in ("Reset Required", "Reboot Required", "Drain"))
+    }
+    return [
+        msgspec.structs.replace(one, action="replace_node")
+        if (one.subject.node, one.subject.gpu) in asks
+        and one.role == "self"
+        and one.fault_of in ("hardware", "platform")
+        and one.category.startswith("gpu.")
+        and one.category != "gpu.ecc_contained"
+        else one
+        for one in findings
+    ]
+
+
+def _repeated_faults(findings: list[Finding]) -> list[Finding]:
+    """Faults that stay on one GPU are the GPU's; faults that move between GPUs are the program's."""
+    events: dict[str | None, dict[str | None, set[float | int | None]]] = defaultdict(lambda: defaultdict(set))
+    for one in findings:
+        if one.category in ("app.illegal_access", "gpu.exec_fault") and _xid(one) is not None and one.role == "self":
+            at = None if one.time_seconds is None else one.time_seconds // 60
+            events[one.subject.node][one.subject.gpu].add(at if at is not None else one.subject.pid)
+    changed = []
+    for one in findings:
+        gpus = events.get(one.subject.node, {})
+        total = sum(len(times) for times in gpus.values())
+        if one.category not in ("app.illegal_access", "gpu.exec_fault") or total < 2:
+            changed.append(one)
+        elif len(gpus) > 1:
+            changed.append(
+                msgspec.structs.replace(
+                    one, category="app.illegal_access", fault_of="user_code", action="stop_job", subject=_without_gpu(one)
+                )
+            )
+        elif _xid(one) is not None:
+            changed.append(
+                msgspec.structs.replace(
+                    one, category="gpu.exec_fault", fault_of="hardware", action="replace_node", weight=max(one.weight, 80)
+                )
+            )
+        else:
+            changed.append(one)
+    return changed
+
+
+def _without_gpu(finding: Finding) -> msgspec.Struct:
+    return msgspec.structs.replace(finding.subject, gpu=None, pid=None)
+
+
+def _contained(findings: list[Finding]) -> list[Finding]:
+    """An ECC text of the program beside a contained Xid 94 (and no uncontained one) is the contained error."""
+    contained = {one.subject.node for one in findings if one.category == "gpu.ecc_contained"}
+    uncontained = {one.subject.node for one in findings if one.category == "gpu.ecc" and _xid(one) is not None and _xid(one) != 48 and one.role == "self"}
+    nodes = contained - uncontained
+    return [
+        msgspec.structs.replace(one, category="gpu.ecc_contained", fault_of="hardware", action="restart_process", weight=min(one.weight, 60))
+        if one.category == "gpu.ecc" and one.subject.node in nodes and one.role == "self"
+        else one
+        for one in findings
+    ]
+
+
+def _file_server_back(findings: list[Finding], picture: Picture) -> list[Finding]:
+    """A file server that answered again is no fault; a port that came back is judged by the job's progress."""
+    back = {(fact.node, fact.details.get("server")) for fact in picture.facts if fact.sign == "kernel.nfs-ok"}
+    return [one for one in findings if not (one.sign == "kernel.nfs-not-responding" and (one.node, one.details.get("server")) in back)]
+
+
+def _accused_by_most(findings: list[Finding]) -> list[Finding]:
+    """Votes for a silent peer: one accusation of the node that most others name; a node that accuses everybody accuses itself."""
+    votes: dict[str, set[str | None]] = defaultdict(set)
+    accusers: dict[str | None, set[str]] = defaultdict(set)
+    for one in findings:
+        if one.category == "net.rdma_error" and one.role == "accusation" and one.subject.node:
+            votes[one.subject.node].add(one.node)
+            accusers[one.node].add(one.subject.node)
+    if not votes:
+        return findings
+    weight = {node: len(names) + (len(accusers[node]) if node in accusers else 0) for node, names in votes.items()}
+    for node, accused in accusers.items():
+        if node is not None:
+            weight[node] = max(weight.get(node, 0), len(accused))
+    top = max(weight.values())
+    chosen = sorted(node for node, count in weight.items() if count == top)
+    if len(chosen) != 1:
+        chosen = sorted(node for node in chosen if node in votes)
+    guilty = chosen[0]
+    kept = []
+    for one in findings:
+        if one.category != "net.rdma_error" or one.role != "accusation":
+            kept.append(one)
+        elif one.subject.node in (guilty, None) or one.node == guilty:
+            subject = msgspec.structs.replace(one.subject, node=guilty)
+            kept.append(msgspec.structs.replace(one, subject=subject))
+    return kept
+
+
+def _head_lost(findings: list[Finding], picture: Picture) -> list[Finding]:
+    """All raylets lose the GCS: the head is meant, whatever address they print."""
+    if not any(one.category == "ray.head_lost" for one in findings):
+        return findings
+    head = next((node for node in picture.nodes if "head" in node), None)
+    changed = []
+    for one in findings:
+        if one.category == "ray.head_lost" and one.role == "accusation":
+            address = one.details.get("address")
+            node = address if address in picture.nodes else head or address
+            changed.append(msgspec.structs.replace(one, subject=msgspec.structs.replace(one.subject, node=node, rank=None, pid=None)))
+        else:
+            changed.append(one)
+    return changed
+
+
+def _advertised(findings: list[Finding], picture: Picture) -> list[Finding]:
+    """An address that cannot be reached is the fault of the one who advertised it."""
+    publishers = {
+        fact.details["address"]: fact
+        for fact in picture.facts
+        if fact.sign == "rl.group-address" and fact.subject.rank == 0 and "address" in fact.details
+    }
+    changed = []
+    for one in findings:
+        address = one.details.get("address")
+        if one.category != "net.unreachable" or not address or one.role == "follower":
+            changed.append(one)
+            continue
+        publisher = publishers.get(address)
+        if publisher is not None:
+            subject = msgspec.structs.replace(publisher.subject, rank=None)
+        elif address in picture.nodes:
+            subject = msgspec.structs.replace(one.subject, node=address, rank=None, pid=None)
+        else:
+            subject = one.subject
+        changed.append(msgspec.structs.replace(one, subject=subject))
+    return changed
+
+
+# ------------------------------------------------------------------------------------------------------------- ranking
+
+
+def rank_suspects(candidates: Iterable[Finding], picture: Picture, echoes: list[Finding]) -> list[Ranked]:
+    """All suspects, the root first."""
+    suspects = _without_stale(list(candidates), echoes)
+    if not suspects:
+        return []
+    explained: dict[int, str] = {}
+    for index, one in enumerate(suspects):
+        cause = next((other for other in suspects if other is not one and explains(other, one)), None)
+        if cause is not None:
+            explained[index] = f"{cause.category} of the same node explains it"
+    times = _effective_times(suspects)
+    free = [index for index in range(len(suspects)) if index not in explained] or list(range(len(suspects)))
+    start = min(times[index] for index in free)
+    first_decisive = min((times[i] for i in free if suspects[i].weight >= 50), default=start)
+
+    def place(index: int) -> tuple[float, ...]:
+        one = suspects[index]
+        in_first_moment = times[index] <= first_decisive + TOGETHER_SECONDS
+        decisive = one.weight >= 50
+        return (
+            index in explained,
+            not decisive,
+            not in_first_moment,
+            level(one) if in_first_moment else 0,
+            one.role == "accusation",
+            one.weight < 75,
+            times[index],
+            level(one),
+            -one.weight,
+            index,
+        )
+
+    order = sorted(range(len(suspects)), key=place)
+    return [Ranked(finding=suspects[index], why=explained.get(index, "")) for index in order]
+
+
+def _without_stale(suspects: list[Finding], echoes: list[Finding]) -> list[Finding]:
+    timeouts = [int(echo.details["timeout_ms"]) / 1000 for echo in echoes if echo.details.get("timeout_ms", "").isdigit()]
+    moments = [echo.time_seconds for echo in echoes if echo.time_seconds is not None and echo.weight >= 8]
+    if not moments:
+        return suspects
+    oldest = min(moments) - max(timeouts, default=0.0) - STALE_SECONDS
+    fresh = [one for one in suspects if one.time_seconds is None or (one.last_seconds or one.time_seconds) >= oldest]
+    return fresh or suspects
+
+
+def _effective_times(suspects: list[Finding]) -> list[float]:
+    """A statement without a time is placed beside the earliest of its node, else of all."""
+    known = [one.time_seconds for one in suspects if one.time_seconds is not None]
+    earliest = min(known, default=0.0)
+    by_node: dict[str | None, float] = {}
+    for one in suspects:
+        if one.time_seconds is not None:
+            by_node[one.subject.node] = min(by_node.get(one.subject.node, one.time_seconds), one.time_seconds)
+    return [one.time_seconds if one.time_seconds is not None else by_node.get(one.subject.node, earliest) for one in suspects]
+
+
+_EXPLAINED_BY: Final[dict[str, tuple[str, ...]]] = {
+    "gpu.access_lost": ("gpu.lost", "gpu.driver_mismatch", "gpu.firmware", "gpu.fabric"),
+    "gpu.memory_held": ("gpu.ecc", "gpu.lost"),
+    "gpu.nvlink": ("gpu.lost", "gpu.fabric"),
+    "gpu.firmware": ("gpu.lost", "gpu.ecc"),
+    "gpu.pcie": ("gpu.lost",),
+    "node.lost": ("node.kernel_fault", "node.oom", "gpu.lost", "net.port_down", "net.nic_fault", "node.disk", "ray.node_overloaded", "ray.memory_monitor"),
+    "ray.head_lost": ("node.", "ray.memory_monitor"),
+    "ray.memory_monitor": ("node.oom_cgroup",),
+    "node.oom_host": ("node.oom_cgroup",),
+    "node.disk_full": ("node.shm_full",),
+    "net.rdma_error": ("net.port_down", "net.nic_fault", "node.lost", "node.kernel_fault", "gpu.lost"),
+    "net.unreachable": ("node.lost", "node.kernel_fault", "net.port_down", "net.nic_fault"),
+    "process.killed": ("node.", "ray.", "gpu.", "app.", "sched."),
+    "app.exception": ("node.", "ray.", "gpu.", "net.", "data.", "serve.", "app.c", "app.d", "app.i", "app.n"),
+    "app.segfault": ("gpu.", "node.disk_fault", "node.shm_full"),
+    "app.illegal_access": ("gpu.", "app.device_assert"),
+    "app.cuda_oom": ("gpu.ecc", "gpu.lost", "gpu.memory_held"),
+    "data.corrupt": ("node.disk", "node.shared_fs"),
+    "data.remote": ("node.clock_skew", "net.unreachable"),
+    "app.config": ("data.corrupt", "node.disk"),
+    "hang.straggler": ("gpu.", "node.", "net."),
+}
+"""Categories that are symptoms of others when both are said of the same node."""
+
+_BEFORE: Final = 900.0
+_AFTER: Final = 180.0
+
+
+def explains(cause: Finding, symptom: Finding) -> bool:
+    """Whether one statement is the reason of another of the same node."""
+    if cause.category == symptom.category or cause.weight < 40:
+        return False
+    prefixes = _EXPLAINED_BY.get(symptom.category)
+    if prefixes is None or not cause.category.startswith(prefixes):
+        return False
+    if cause.subject.node != symptom.subject.node and symptom.node != cause.subject.node:
+        return False
+    if cause.weight < 50 and symptom.weight >= 60:
+        return False
+    if cause.time_seconds is None or symptom.time_seconds is None:
+        return True
+    return cause.time_seconds - _AFTER <= symptom.time_seconds <= cause.time_seconds + _BEFORE

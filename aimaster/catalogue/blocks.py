@@ -1,0 +1,183 @@
+"""Signs that take several lines: Python tracebacks, torchrun's failure report, the flight recorder's table, faulthandler dumps.
+
+A block is opened by a sign's line and fed the lines that follow until it says that it is complete; then it tells what it has read.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import msgspec
+
+MAX_LINES: Final = 400
+"""A block that has not ended by then ends."""
+KEPT_LINES: Final = 60
+"""Lines of a traceback that are kept: the first few and the last."""
+
+_RANK_PREFIX = re.compile(rb"^\[(?:rank|default)\d+\]:? ?")
+_EXCEPTION = re.compile(rb"^([A-Za-z_][\w.]*(?:\([\w.]+\))?)(?:: (.*))?$")
+_NAMES_AN_EXCEPTION = re.compile(
+    rb"(?:Error|Exception|Exit|Interrupt|Warning|Iteration|Timeout|Empty|Full|Abort\w*|Died|Failed|Failure|Fault)(?:\([\w.]+\))?$"
+)
+_ENTRY = re.compile(rb"^\s*(time|host|rank|exitcode|error_file|traceback)\s*: ?(.*)$")
+_RANK_VALUE = re.compile(rb"(\d+) \(local_rank: (\d+)\)")
+_EXIT_VALUE = re.compile(rb"(-?\d+) \(pid: (\d+)\)")
+
+
+class Entry(msgspec.Struct, kw_only=True):
+    """One process of torchrun's failure report."""
+
+    host: str = ""
+    rank: int = -1
+    local_rank: int = -1
+    exit_code: int = 0
+    pid: int = 0
+    when: str = ""
+    first: bool = False
+    """It stands under "Root Cause (first observed failure)": first on its own node only."""
+    offset: int = 0
+    line: int = 0
+    text: str = ""
+
+
+class Block:
+    """Common to all: where it began and whether it is complete."""
+
+    def __init__(self, offset: int, line: int, opening: bytes) -> None:
+        self.offset = offset
+        self.line = line
+        self.opening = opening
+        self.end_offset = offset
+        self.lines = 0
+
+    def feed(self, line: bytes, offset: int, number: int) -> bool:
+        """Takes one line (without its newline); True when the block is complete."""
+        self.lines += 1
+        self.end_offset = offset
+        return self._take(line, offset, number) or self.lines >= MAX_LINES
+
+    def _take(self, line: bytes, offset: int, number: int) -> bool:
+        raise NotImplementedError
+
+
+class Traceback(Block):
+    """A Python traceback up to the line that names the exception."""
+
+    def __init__(self, offset: int, line: int, opening: bytes) -> None:
+        super().__init__(offset, line, opening)
+        start = opening.find(b"Traceback (most recent call last)")
+        prefix = opening[:start]
+        self._prefix = prefix if _RANK_PREFIX.match(prefix) or (prefix.startswith(b"(") and prefix.endswith(b" ")) else b""
+        self._kept: list[bytes] = [b"Traceback (most recent call last):"]
+        self._strange = 0
+        self.exception = ""
+        self.message = ""
+        self.exception_offset = -1
+        self.exception_line = 0
+
+    def _take(self, line: bytes, offset: int, number: int) -> bool:
+        if self._prefix:
+            if not line.startswith(self._prefix.rstrip()):
+                return False  # another rank's line between ours
+            line = line[len(self._prefix) :]
+        elif _RANK_PREFIX.match(line):
+            return False
+        if not line or line[:1] in b" \t":
+            self._keep(line)
+            return False
+        found = _EXCEPTION.match(line)
+        if found and (_NAMES_AN_EXCEPTION.search(found[1]) or (found[2] is not None and b"." in found[1])):
+            self._keep(line)
+            self.exception = found[1].decode(errors="replace")
+            self.message = (found[2] or b"").decode(errors="replace")
+            self.exception_offset, self.exception_line = offset, number
+            return True
+        self._strange += 1
+        return self._strange > 6
+
+    def _keep(self, line: bytes) -> None:
+        self._kept.append(line[:500])
+        if len(self._kept) > KEPT_LINES:
+            del self._kept[8]
+
+    def text(self) -> str:
+        """The traceback, bounded: its head and its tail."""
+        return b"\n".join(self._kept).decode(errors="replace")
+
+
+class TorchrunReport(Block):
+    """The table that ends a torchrun agent: one entry per failed process of its own node."""
+
+    def __init__(self, offset: int, line: int, opening: bytes) -> None:
+        super().__init__(offset, line, opening)
+        self.entries: list[Entry] = []
+        self._first = b"Root Cause" in opening
+
+    def _take(self, line: bytes, offset: int, number: int) -> bool:
+        if b"Root Cause (first observed failure)" in line:
+            self._first = True
+            return False
+        if line.startswith(b"=====") or line.lstrip().startswith(b"====="):
+            return bool(self.entries)
+        found = _ENTRY.match(_RANK_PREFIX.sub(b"", line))
+        if not found:
+            return False
+        name, value = found[1], found[2].strip()
+        if name == b"time":
+            self.entries.append(Entry(when=value.decode(errors="replace"), first=self._first, offset=offset, line=number))
+            return False
+        if not self.entries:
+            return False
+        entry = self.entries[-1]
+        if name == b"host":
+            entry.host = value.decode(errors="replace")
+        elif name == b"rank" and (ranks := _RANK_VALUE.match(value)):
+            entry.rank, entry.local_rank = int(ranks[1]), int(ranks[2])
+        elif name == b"exitcode" and (code := _EXIT_VALUE.match(value)):
+            entry.exit_code, entry.pid = int(code[1]), int(code[2])
+            entry.offset, entry.line, entry.text = offset, number, line.decode(errors="replace")
+        return False
+
+
+class FlightTable(Block):
+    """The flight recorder's table; its last column names the ranks that never came."""
+
+    def __init__(self, offset: int, line: int, opening: bytes) -> None:
+        super().__init__(offset, line, opening)
+        self.rows: list[tuple[list[int], int, int, str]] = []
+
+    def _take(self, line: bytes, offset: int, number: int) -> bool:
+        if line.count(b"|") < 3:
+            return True
+        ranks = [int(word) for word in re.findall(rb"\d+", line.rsplit(b"|", 1)[1])]
+        if ranks:
+            self.rows.append((ranks, offset, number, line.decode(errors="replace")))
+        return False
+
+
+class HangDump(Block):
+    """faulthandler's stacks after "Timeout (…)!"; they end with the first line that is none."""
+
+    def __init__(self, offset: int, line: int, opening: bytes) -> None:
+        super().__init__(offset, line, opening)
+        self._kept: list[bytes] = [opening]
+
+    def _take(self, line: bytes, offset: int, number: int) -> bool:  # noqa: ARG002 - the block's common shape
+        bare = _RANK_PREFIX.sub(b"", line)
+        if bare.startswith((b"Thread 0x", b"Current thread", b"  File ", b"  ...", b"  <")) or not bare.strip():
+            if len(self._kept) < KEPT_LINES:
+                self._kept.append(bare[:500])
+            return False
+        return True
+
+    def text(self) -> str:
+        return b"\n".join(self._kept).decode(errors="replace")
+
+
+OPENERS: Final[dict[str, type[Block]]] = {
+    "traceback": Traceback,
+    "torchrun": TorchrunReport,
+    "flight": FlightTable,
+    "faulthandler": HangDump,
+}

@@ -1,0 +1,328 @@
+"""Turns what the scans of many logs kept into findings on one clock, with every node under one name.
+
+Incomplete times are completed from the collection itself; host names, addresses and Ray's node ids are joined to the folders the logs lie in; Xid
+lines get their meaning from the table; tracebacks, torchrun reports and flight-recorder tables become findings of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from aimaster.catalogue.blocks import FlightTable, HangDump, TorchrunReport, Traceback
+from aimaster.catalogue.lines import DAY, Stamp, complete, read_speaker, read_stamp
+from aimaster.catalogue.names import Names, is_address
+from aimaster.catalogue.scan import Hit, LogScan, ProgressMark
+from aimaster.telemetry.scrub import scrub
+from aimaster.catalogue.xid import APPLICATION_FIRST, XidTable, sxid_is_fatal
+from aimaster.wire.health import Action, Evidence, FaultOf, Finding, Role, Severity, Subject
+
+_LOADS_CHECKPOINT = re.compile(r"\bin \w*load\w*(?:state_dict|checkpoint|parameter_state|_ckpt)\w*|load_state_dict|load_checkpoint")
+_WAITS_ONLY = re.compile(r"(?:^|\.)(?:\w*Timeout\w*|Empty|CancelledError)$")
+_LAUNCHER = re.compile(r"(?:^|\.)(?:CalledProcessError|SystemExit|KeyboardInterrupt|ProcessRaisedException|ChildFailedError)$")
+_PCI = re.compile(r"^(?:0000)?([0-9a-fA-F]{4}):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})")
+
+EXIT_MEANINGS: Final[dict[int, tuple[str, Role, int]]] = {
+    -11: ("app.segfault", "self", 45),
+    139: ("app.segfault", "self", 45),
+    -7: ("node.shm_full", "self", 45),
+    135: ("node.shm_full", "self", 45),
+    -9: ("process.killed", "self", 40),
+    137: ("process.killed", "self", 40),
+}
+"""What an exit code alone suggests; every other code only says that the process ended."""
+
+
+def collect(scans: Iterable[LogScan], xids: XidTable, *, now: float) -> list[Finding]:
+    """Findings of all scans, in order of time; `now` dates logs that tell no date at all."""
+    scans = list(scans)
+    near = _reference(scans, now)
+    names = Names(scans)
+    found: list[Finding] = []
+    for scan in scans:
+        one = _OneLog(scan, names, xids, near)
+        found += one.findings()
+    found.sort(key=lambda finding: (finding.time_seconds is None, finding.time_seconds or 0.0))
+    return found
+
+
+def _reference(scans: Sequence[LogScan], now: float) -> float:
+    """A complete time from the logs themselves, else now."""
+    stamps: list[Stamp] = [
+        stamp
+        for scan in scans
+        for stamp in (scan.first_stamp, *(hit.stamp for hit in scan.hits[:50]), *(mark.stamp for mark in scan.progress))
+        if stamp is not None
+    ]
+    whole = sorted(stamp.seconds for stamp in stamps if not stamp.missing)
+    if whole:
+        return whole[len(whole) // 2]
+    dated = next((stamp for stamp in stamps if stamp.missing == "year"), None)
+    if dated is None:
+        return now
+    at = complete(dated, now)
+    return at if at <= now + DAY else complete(dated, now - 365 * DAY)
+
+
+def normal_gpu(gpu: str | None) -> str | None:
+    """PCI addresses in one spelling: four digits of domain, lower case, without the function."""
+    if gpu is None:
+        return None
+    found = _PCI.match(gpu)
+    return f"{found[1]}:{found[2]}:{found[3]}".lower() if found else gpu
+
+
+class _OneLog:
+    def __init__(self, scan: LogScan, names: Names, xids: XidTable, near: float) -> None:
+        self.scan, self.names, self.xids, self.near = scan, names, xids, near
+        self._tracebacks = [block for block in scan.blocks if isinstance(block, Traceback)]
+
+    def findings(self) -> list[Finding]:
+        found = [self._from_hit(hit) for hit in self.scan.hits]
+        found += self._exceptions()
+        for block in self.scan.blocks:
+            if isinstance(block, TorchrunReport):
+                found += self._entries(block)
+            elif isinstance(block, FlightTable):
+                found += self._missing_ranks(block)
+        found += [self._progress(mark) for mark in self.scan.progress]
+        found += self._extent()
+        return found
+
+    # ------------------------------------------------------------------------------------------------------ one line
+
+    def _from_hit(self, hit: Hit) -> Finding:
+        sign, groups = hit.sign, dict(hit.groups)
+        said_by = self.names.speaker_node(self.scan, hit.speaker.host)
+        category, role = sign.category, sign.role
+        severity, weight = sign.severity, sign.weight
+        fault_of, action = sign.fault_of, sign.action
+        if sign.id == "nvidia.xid":
+            category, role, severity, weight, fault_of, action = self._xid(groups, severity, weight)
+        elif sign.id == "nvidia.sxid" and not sxid_is_fatal(int(groups["sxid"]), groups.get("word", "")):
+            role, weight, severity = "follower", 5, "warning"
+        subject = self._subject(hit, groups, said_by)
+        at = self._time(hit.stamp)
+        last = self._time(read_stamp(hit.last_line)) if hit.last_line else None
+        if hit.step is not None:
+            groups["step"] = str(hit.step)
+        return Finding(
+            sign=sign.id,
+            category=category,
+            role=role,
+            kind=sign.kind,
+            severity=severity,
+            subject=subject,
+            node=said_by,
+            time_seconds=at,
+            fault_of=fault_of,
+            action=action,
+            weight=weight,
+            count=hit.count,
+            last_seconds=last,
+            details={name: value for name, value in groups.items() if name not in ("node", "rank", "gpu", "pid")},
+            traceback=self._traceback_at(hit),
+            evidence=(self._evidence(said_by, hit.line, hit.offset, at, hit.text, role, sign.id),),
+        )
+
+    def _xid(
+        self, groups: dict[str, str], severity: Severity, weight: int
+    ) -> tuple[str, Role, Severity, int, FaultOf | None, Action | None]:
+        code = int(groups["xid"])
+        meaning = self.xids.read(code, groups.get("text", ""))
+        role: Role = "follower" if meaning.follower else "self"
+        if meaning.follower:
+            weight = 10
+        elif code in APPLICATION_FIRST:
+            weight = 62
+        return meaning.category, role, meaning.severity or severity, weight, meaning.fault_of, meaning.action
+
+    def _subject(self, hit: Hit, groups: dict[str, str], said_by: str | None) -> Subject:
+        speaker, context, about = hit.speaker.subject, hit.context or Subject(), self.scan.about
+        node = groups.get("node") or groups.get("name" if "node_id" in groups else "", "")
+        if node:
+            named: str | None = self.names.resolve(node, otherwise=said_by)
+        elif "node_id" in groups:
+            named = self.names.ray_node(groups["node_id"]) or (None if hit.sign.role == "accusation" else said_by)
+        elif context.node and not hit.speaker.host:
+            named = self.names.resolve(context.node)
+        else:
+            named = said_by
+        accuses = hit.sign.role == "accusation"
+        pid = _number(groups.get("pid")) or (None if accuses else speaker.pid or context.pid or about.pid)
+        rank = _first(_number(groups.get("rank")), None if accuses else _first(speaker.rank, about.rank))
+        gpu = groups.get("gpu") or (None if accuses else speaker.gpu)
+        return Subject(node=named, rank=rank, gpu=normal_gpu(gpu), pid=pid)
+
+    def _traceback_at(self, hit: Hit) -> str:
+        if hit.sign.kind != "sign" or hit.sign.role == "benign":
+            return ""
+        for block in self._tracebacks:
+            if block.exception_offset == hit.offset:
+                return scrub(block.text())
+        for block in self.scan.blocks:
+            if isinstance(block, HangDump) and block.offset == hit.offset:
+                return scrub(block.text())
+        return ""
+
+    def _time(self, stamp: Stamp | None) -> float | None:
+        return None if stamp is None else complete(stamp, self.near)
+
+    def _evidence(
+        self, node: str | None, line: int, offset: int, at: float | None, text: str, role: Role, sign: str
+    ) -> Evidence:
+        return Evidence(
+            node=node, file=self.scan.file, line=line, offset=offset, time_seconds=at, text=scrub(text), role=role, sign=sign
+        )
+
+    # --------------------------------------------------------------------------------------------------- several lines
+
+    def _exceptions(self) -> list[Finding]:
+        """A finding for each traceback whose exception no sign knows."""
+        explained = {hit.offset for hit in self.scan.hits if hit.sign.kind == "sign"}
+        found = []
+        for block in self._tracebacks:
+            if not block.exception or block.exception_offset in explained:
+                continue
+            role, weight, category = _judge_exception(block)
+            speaker = read_speaker(block.opening)
+            node = self.names.speaker_node(self.scan, speaker.host)
+            at = self._time(read_stamp(block.opening) or self._stamp_before(block.offset))
+            text = f"{block.exception}: {block.message}" if block.message else block.exception
+            subject = Subject(
+                node=node,
+                rank=_first(speaker.subject.rank, self.scan.about.rank),
+                pid=_first(speaker.subject.pid, self.scan.about.pid),
+            )
+            found.append(
+                Finding(
+                    sign="python.exception",
+                    category=category,
+                    role=role,
+                    severity="error",
+                    subject=subject,
+                    node=node,
+                    time_seconds=at,
+                    weight=weight,
+                    details={"exception": block.exception, "message": scrub(block.message)[:300]},
+                    traceback=scrub(block.text()),
+                    evidence=(
+                        self._evidence(
+                            node, block.exception_line, block.exception_offset, at, text, role, "python.exception"
+                        ),
+                    ),
+                )
+            )
+        return found
+
+    def _stamp_before(self, offset: int) -> Stamp | None:
+        earlier = [hit for hit in self.scan.hits if hit.offset <= offset and hit.stamp is not None]
+        marks = [mark for mark in self.scan.progress if mark.offset <= offset and mark.stamp is not None]
+        choices: list[tuple[int, Stamp | None]] = [(hit.offset, hit.stamp) for hit in earlier[-1:]]
+        choices += [(mark.offset, mark.stamp) for mark in marks[-1:]]
+        return max(choices, key=lambda pair: pair[0])[1] if choices else self.scan.first_stamp
+
+    def _entries(self, block: TorchrunReport) -> list[Finding]:
+        found = []
+        for entry in block.entries:
+            category, role, weight = EXIT_MEANINGS.get(entry.exit_code, ("unknown", "follower", 18))
+            node = self.scan.node or (self.names.resolve(entry.host) if entry.host else None)
+            at = self._time(read_stamp(entry.when.encode()))
+            found.append(
+                Finding(
+                    sign="torch.elastic-entry",
+                    category=category,
+                    role=role,
+                    severity="error",
+                    subject=Subject(node=node, rank=entry.rank if entry.rank >= 0 else None, pid=entry.pid or None),
+                    node=node,
+                    time_seconds=at,
+                    weight=weight,
+                    details={
+                        "local_rank": str(entry.local_rank),
+                        "exit_code": str(entry.exit_code),
+                        "first": str(entry.first).lower(),
+                    },
+                    evidence=(
+                        self._evidence(node, entry.line, entry.offset, at, entry.text, role, "torch.elastic-entry"),
+                    ),
+                )
+            )
+        return found
+
+    def _missing_ranks(self, block: FlightTable) -> list[Finding]:
+        found = []
+        at = self._time(self._stamp_before(block.offset))
+        for ranks, offset, line, text in block.rows:
+            for rank in ranks:
+                proof = self._evidence(self.scan.node, line, offset, at, text, "accusation", "torch.missing-ranks")
+                found.append(
+                    Finding(
+                        sign="torch.missing-ranks",
+                        category="hang.straggler",
+                        role="accusation",
+                        subject=Subject(rank=rank),
+                        node=self.scan.node,
+                        time_seconds=at,
+                        weight=88,
+                        evidence=(proof,),
+                    )
+                )
+        return found
+
+    def _progress(self, mark: ProgressMark) -> Finding:
+        node = self.names.speaker_node(self.scan, read_speaker(mark.text.encode()).host)
+        at = self._time(mark.stamp)
+        return Finding(
+            sign="progress",
+            category="benign",
+            role="benign",
+            kind="progress",
+            severity="info",
+            subject=Subject(node=node),
+            node=node,
+            time_seconds=at,
+            details={"number": str(mark.number)},
+            evidence=(self._evidence(node, 0, mark.offset, at, mark.text, "benign", "progress"),),
+        )
+
+    def _extent(self) -> list[Finding]:
+        """When this log ended: a node that falls silent before the others is telling something."""
+        if self.scan.end_stamp is None or self.scan.node is None:
+            return []
+        at = self._time(self.scan.end_stamp)
+        return [
+            Finding(
+                sign="log.end",
+                category="benign",
+                role="benign",
+                kind="fact",
+                severity="info",
+                subject=Subject(node=self.scan.node),
+                node=self.scan.node,
+                time_seconds=at,
+                evidence=(Evidence(node=self.scan.node, file=self.scan.file, time_seconds=at, role="benign", sign="log.end"),),
+            )
+        ]
+
+
+def _judge_exception(block: Traceback) -> tuple[Role, int, str]:
+    if _LAUNCHER.search(block.exception):
+        return "follower", 12, "unknown"
+    if _WAITS_ONLY.search(block.exception):
+        return "self", 30, "app.exception"
+    if _LOADS_CHECKPOINT.search(block.text()):
+        return "self", 58, "app.config"
+    return "self", 50, "app.exception"
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text and text.isdigit() else None
+
+
+def _first(one: int | None, two: int | None) -> int | None:
+    return one if one is not None else two
+
+
+__all__ = ["EXIT_MEANINGS", "collect", "is_address", "normal_gpu"]

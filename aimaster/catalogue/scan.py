@@ -1,0 +1,329 @@
+"""Reads one log, of any size, in one pass and with bounded memory, and keeps what the signs in it say.
+
+Chunks are searched for literals; only lines that hold one are looked at. Repeats of the same statement are counted, not kept. What may be kept of
+one sign is bounded (`CAP`); statements beyond it are counted in `dropped`, never silently lost, and the bound is far higher for roots than for echoes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from aimaster.catalogue.blocks import OPENERS, Block
+from aimaster.catalogue.lines import Progress, Speaker, Stamp, last_progress, read_speaker, read_stamp, speaker_of_file
+from aimaster.catalogue.matcher import Catalogue, Compiled, read_groups
+from aimaster.catalogue.sign import Sign
+from aimaster.wire.health import Subject
+
+CHUNK_BYTES: Final = 512 * 1024
+LONGEST_LINE: Final = 16 * 1024
+"""A longer line is looked at around the literal only."""
+KEPT_TEXT: Final = 1500
+"""Characters of a line that are kept as evidence."""
+LOOK_BACK: Final = 4096
+"""How far back a time is sought for a line that tells none."""
+PROGRESS_TAIL: Final = 6144
+"""Bytes at the end of each chunk, and before each root, that are searched for progress."""
+HEAD_SAMPLE: Final = 16 * 1024
+"""Bytes of the beginning that are kept, to tell what is new at the end."""
+CAP: Final = {"echo": 512, "root": 8192, "fact": 65536}
+
+_PROBE = re.compile(rb"[\r\n]")
+
+
+class Hit(msgspec.Struct, kw_only=True):
+    """One statement found in a log, before names and times are settled."""
+
+    sign: Sign
+    groups: dict[str, str]
+    speaker: Speaker
+    context: Subject | None
+    """Whom the lines before it spoke of, for lines that name nobody."""
+    stamp: Stamp | None
+    offset: int
+    line: int
+    text: str
+    count: int = 1
+    last_line: bytes = b""
+    last_offset: int = 0
+    step: float | None = None
+    """Progress last reported before it in this file."""
+
+
+class ProgressMark(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest progress of this file at some point of it."""
+
+    stamp: Stamp | None
+    offset: int
+    number: float
+    text: str
+
+
+class LogScan:
+    """One log file (or one tailed log): feed chunks, then finish; the results are plain attributes."""
+
+    def __init__(self, catalogue: Catalogue, *, node: str | None, file: str) -> None:
+        self.catalogue = catalogue
+        self.node = node
+        self.file = file
+        self.about = speaker_of_file(file)
+        self.hits: list[Hit] = []
+        self.blocks: list[Block] = []
+        self.progress: list[ProgressMark] = []
+        self.hosts: dict[str, int] = {}
+        self.dropped: dict[str, int] = {}
+        self.bytes_read = 0
+        self.first_stamp: Stamp | None = None
+        self.last_stamp: Stamp | None = None
+        self.end_stamp: Stamp | None = None
+        self.lines_read = 0
+        self._seen: dict[tuple[object, ...], Hit] = {}
+        self._kept: dict[int, int] = {}
+        self._open: list[Block] = []
+        self.head = b""
+        self._before = b""
+        self._rest = b""
+        self._counted_to = 0
+        self._context: tuple[Subject, int] | None = None
+        self._bus = ""
+
+    # ------------------------------------------------------------------------------------------------------- feeding
+
+    def feed(self, data: bytes) -> None:
+        """Takes the next bytes; complete lines are read at once, the last incomplete one waits."""
+        data = self._rest + data if self._rest else data
+        cut = data.rfind(b"\n") + 1
+        if cut == 0:
+            cut = data.rfind(b"\r") + 1
+        if cut == 0 and len(data) < 4 * CHUNK_BYTES:
+            self._rest = data
+            return
+        cut = cut or len(data)
+        self._rest = data[cut:]
+        self._read(data[:cut])
+
+    def finish(self) -> None:
+        """Reads the last line even if it has no newline, and closes open blocks."""
+        if self._rest:
+            rest, self._rest = self._rest, b""
+            self._read(rest)
+        self._open.clear()
+        for line in reversed(self._before[-LOOK_BACK:].splitlines()[-60:]):
+            self.end_stamp = read_stamp(line)
+            if self.end_stamp is not None:
+                break
+        if self.first_stamp is None:
+            self.first_stamp = self.last_stamp or self.end_stamp
+
+    def _read(self, chunk: bytes) -> None:
+        if self.bytes_read == 0:
+            self.head = chunk[:HEAD_SAMPLE]
+            self._note_first_stamp(chunk)
+        self._counted_to = 0
+        if self._open:
+            self._feed_blocks(chunk, 0)
+        hits = self.catalogue.find_literals(chunk)
+        if hits:
+            hits = sorted(hits)
+            self._look(chunk, hits)
+        self._note_progress(chunk)
+        self._before = chunk[-max(LOOK_BACK, PROGRESS_TAIL) :]
+        self.lines_read += chunk.count(b"\n", self._counted_to)
+        self.bytes_read += len(chunk)
+
+    @property
+    def tail(self) -> bytes:
+        """The last few kilobytes."""
+        return self._before
+
+    def _note_first_stamp(self, chunk: bytes) -> None:
+        for line in chunk[:LOOK_BACK].splitlines()[:40]:
+            stamp = read_stamp(line)
+            if stamp is not None:
+                self.first_stamp = stamp
+                return
+
+    # ----------------------------------------------------------------------------------------------- lines with literals
+
+    def _look(self, chunk: bytes, hits: list[tuple[int, int]]) -> None:
+        index, total = 0, len(hits)
+        while index < total:
+            end, number = hits[index]
+            stop = chunk.find(b"\n", end - 1)
+            stop = len(chunk) if stop < 0 else stop
+            numbers = [number]
+            index += 1
+            while index < total and hits[index][0] <= stop:
+                numbers.append(hits[index][1])
+                index += 1
+            start = chunk.rfind(b"\n", max(0, end - LONGEST_LINE), end - 1) + 1
+            if start == 0 and end > LONGEST_LINE:
+                start = end - LONGEST_LINE
+            if stop - start > LONGEST_LINE or b"\r" in chunk[start:stop]:
+                self._look_long(chunk, start, stop, hits[index - len(numbers) : index])
+            else:
+                self._confirm(chunk, start, stop, numbers)
+
+    def _look_long(self, chunk: bytes, start: int, stop: int, hits: list[tuple[int, int]]) -> None:
+        """A line with carriage returns, or a very long one: each part that holds a literal is looked at by itself."""
+        done = start
+        for end, number in hits:
+            if end <= done:
+                continue
+            left = max(chunk.rfind(b"\r", start, end - 1) + 1, start, end - LONGEST_LINE)
+            right = chunk.find(b"\r", end - 1, stop)
+            right = min(stop if right < 0 else right, end + LONGEST_LINE)
+            numbers = [other for at, other in hits if end <= at <= right]
+            self._confirm(chunk, left, right, numbers or [number])
+            done = right
+
+    def _confirm(self, chunk: bytes, start: int, stop: int, numbers: Iterable[int]) -> None:
+        line = chunk[start:stop]
+        for compiled, found in self.catalogue.confirm(line, numbers):
+            key = (compiled.number, *found.groups())
+            known = self._seen.get(key)
+            if known is not None and not compiled.sign.opens:
+                known.count += 1
+                known.last_line = line
+                known.last_offset = self.bytes_read + start
+                continue
+            self._keep(chunk, start, stop, line, compiled, found, key)
+
+    def _keep(
+        self,
+        chunk: bytes,
+        start: int,
+        stop: int,
+        line: bytes,
+        compiled: Compiled,
+        found: re.Match[bytes],
+        key: tuple[object, ...],
+    ) -> None:
+        sign = compiled.sign
+        number = self._line_number(chunk, start)
+        offset = self.bytes_read + start
+        if sign.opens in OPENERS:
+            self._open_block(chunk, stop, OPENERS[sign.opens](offset, number, line))
+            if sign.kind == "fact":
+                return
+        cap = CAP["fact" if sign.kind != "sign" else "root" if sign.role in ("self", "accusation") else "echo"]
+        kept = self._kept.get(compiled.number, 0)
+        if kept >= cap:
+            self.dropped[sign.id] = self.dropped.get(sign.id, 0) + 1
+            return
+        self._kept[compiled.number] = kept + 1
+        speaker = read_speaker(line)
+        if speaker.host:
+            self.hosts[speaker.host] = self.hosts.get(speaker.host, 0) + 1
+        groups = read_groups(found)
+        self._learn_context(sign, groups, offset)
+        stamp = self._stamp_near(chunk, start, line)
+        hit = Hit(
+            sign=sign,
+            groups=groups,
+            speaker=speaker,
+            context=self._current_context(offset),
+            stamp=stamp,
+            offset=offset,
+            line=number,
+            text=line[:KEPT_TEXT].decode(errors="replace").strip("\r\n"),
+        )
+        if sign.kind == "sign" and sign.weight >= 20 and sign.role != "benign":
+            before = last_progress(self._window(chunk, start, PROGRESS_TAIL))
+            hit.step = before.number if before else (self.progress[-1].number if self.progress else None)
+        self._seen[key] = hit
+        self.hits.append(hit)
+
+    def _learn_context(self, sign: Sign, groups: dict[str, str], offset: int) -> None:
+        if sign.id == "ray.task-error":
+            pid = groups.get("pid", "")
+            self._context = (Subject(node=groups.get("node"), pid=int(pid) if pid.isdigit() else None), offset)
+        elif sign.id == "nvidia.off-the-bus-first-line":
+            self._bus = groups.get("bus", "")
+        elif sign.id == "nvidia.off-the-bus-last-line" and self._bus:
+            groups.setdefault("gpu", self._bus)
+
+    def _current_context(self, offset: int) -> Subject | None:
+        if self._context is None or offset - self._context[1] > LOOK_BACK:
+            return None
+        return self._context[0]
+
+    # --------------------------------------------------------------------------------------------- numbers, times, blocks
+
+    def _line_number(self, chunk: bytes, start: int) -> int:
+        if start >= self._counted_to:
+            self.lines_read += chunk.count(b"\n", self._counted_to, start)
+            self._counted_to = start
+            return self.lines_read + 1
+        return self.lines_read + 1 - chunk.count(b"\n", start, self._counted_to)
+
+    def _window(self, chunk: bytes, start: int, size: int) -> bytes:
+        if start >= size:
+            return chunk[start - size : start]
+        return self._before[max(0, len(self._before) - (size - start)) :] + chunk[:start]
+
+    def _stamp_near(self, chunk: bytes, start: int, line: bytes) -> Stamp | None:
+        stamp = read_stamp(line)
+        if stamp is None:
+            for earlier in reversed(self._window(chunk, start, LOOK_BACK).splitlines()[-60:]):
+                stamp = read_stamp(earlier)
+                if stamp is not None:
+                    break
+        if stamp is not None:
+            self.last_stamp = stamp
+            return stamp
+        return self.last_stamp
+
+    def _open_block(self, chunk: bytes, stop: int, block: Block) -> None:
+        if any(type(one) is type(block) and one.offset <= block.offset <= one.end_offset for one in self.blocks[-4:]):
+            return
+        if len(self.blocks) >= CAP["root"]:
+            self.dropped["block"] = self.dropped.get("block", 0) + 1
+            return
+        self.blocks.append(block)
+        self._open.append(block)
+        self._feed_blocks(chunk, stop + 1, only=block)
+
+    def _feed_blocks(self, chunk: bytes, start: int, *, only: Block | None = None) -> None:
+        number = self._line_number(chunk, start) if start < len(chunk) else 0
+        pending = [only] if only is not None else list(self._open)
+        at = start
+        while pending and at < len(chunk):
+            end = chunk.find(b"\n", at)
+            end = len(chunk) if end < 0 else end
+            line = chunk[at : min(end, at + LONGEST_LINE)].rstrip(b"\r")
+            for block in tuple(pending):
+                if block.feed(line, self.bytes_read + at, number):
+                    pending.remove(block)
+                    self._open.remove(block)
+            at = end + 1
+            number += 1
+
+    def _note_progress(self, chunk: bytes) -> None:
+        piece = chunk[-PROGRESS_TAIL:]
+        found: Progress | None = last_progress(piece)
+        if found is None:
+            return
+        mark = ProgressMark(
+            stamp=self._progress_stamp(piece, found),
+            offset=self.bytes_read + len(chunk) - len(piece) + found.at,
+            number=found.number,
+            text=found.line[:KEPT_TEXT].decode(errors="replace"),
+        )
+        if len(self.progress) >= 2:
+            self.progress[-1] = mark  # the first and the newest are enough
+        else:
+            self.progress.append(mark)
+
+    def _progress_stamp(self, piece: bytes, found: Progress) -> Stamp | None:
+        stamp = read_stamp(found.line)
+        if stamp is not None:
+            return stamp
+        for earlier in reversed(piece[: found.at].splitlines()[-20:]):
+            stamp = read_stamp(earlier)
+            if stamp is not None:
+                return stamp
+        return None

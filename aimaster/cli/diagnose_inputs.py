@@ -1,0 +1,240 @@
+"""Opens what a person gives to `aimaster diagnose`: files, folders, archives, compressed files, standard input.
+
+Every log is handed on as a name and a stream of chunks, read once and never wholly in memory; a folder that still grows is read up to the sizes
+found at the start. Which node a log belongs to is settled afterwards from all names together (`name_nodes`).
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import os
+import re
+import subprocess
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import IO, Final, NamedTuple
+
+from aimaster.catalogue.scan import CHUNK_BYTES
+
+SKIPPED_SUFFIXES: Final = frozenset(
+    ".safetensors .pt .pth .bin .npy .npz .so .pyc .py .ipynb .c .h .cu .cpp .md .png .jpg .jpeg .gif .pdf .parquet .arrow .whl .db .sqlite .pkl "
+    ".distcp .svg .html .css .js .onnx .gguf .mp4 .wav .trace .core".split()
+)
+_STAGES: Final = (".gz", ".bz2", ".xz", ".zst", ".zstd")
+
+
+class Source(NamedTuple):
+    """One log: where it was given, its name below that place, and its bytes."""
+
+    root: str
+    """The path the user gave."""
+    name: str
+    """Relative to it; empty for a file given itself."""
+    chunks: Iterator[bytes]
+
+
+class Unreadable(NamedTuple):
+    """Something that could not be read, and why."""
+
+    name: str
+    why: str
+
+
+def open_sources(paths: Iterable[str], stdin: IO[bytes], problems: list[Unreadable]) -> Iterator[Source]:
+    """All logs of the given paths, one after the other; what cannot be read is noted in `problems`."""
+    for text in paths:
+        if text == "-":
+            yield Source("-", "", _read(stdin))
+            continue
+        path = Path(text)
+        try:
+            if path.is_dir():
+                yield from _folder(text, path, problems)
+            else:
+                yield from _file(text, path, "", problems)
+        except OSError as error:
+            problems.append(Unreadable(text, error.strerror or str(error)))
+
+
+def _folder(root: str, folder: Path, problems: list[Unreadable]) -> Iterator[Source]:
+    seen: set[tuple[int, int]] = set()
+    for where, folders, files in os.walk(folder, followlinks=True):
+        here = os.stat(where)
+        if (here.st_dev, here.st_ino) in seen:
+            folders.clear()  # Ray's session_latest is a link to its neighbour
+            continue
+        seen.add((here.st_dev, here.st_ino))
+        folders.sort()
+        for name in sorted(files):
+            path = Path(where, name)
+            relative = str(path.relative_to(folder))
+            try:
+                status = path.stat()
+                if not path.is_file() or (status.st_dev, status.st_ino) in seen or _skipped(name):
+                    continue
+                if path.is_symlink():
+                    seen.add((status.st_dev, status.st_ino))
+                yield from _file(root, path, relative, problems)
+            except OSError as error:
+                problems.append(Unreadable(relative, error.strerror or str(error)))
+
+
+def _skipped(name: str) -> bool:
+    return Path(name).suffix.lower() in SKIPPED_SUFFIXES or name.startswith(".")
+
+
+def _file(root: str, path: Path, relative: str, problems: list[Unreadable]) -> Iterator[Source]:
+    with path.open("rb", buffering=0) as raw:
+        head = raw.read(512)
+        raw.seek(0)
+        name = path.name.lower()
+        if head[:4] == b"PK\x03\x04":
+            yield from _zip(root, path, relative, problems)
+            return
+        kind = _tar_kind(name, head)
+        if kind:
+            yield from _tar(root, raw, path.name, relative, problems)
+            return
+        size = os.fstat(raw.fileno()).st_size if path.is_file() else None
+        stream, _ = _unpack(raw, path.name)
+        yield Source(root, relative, _read(stream, size if stream is raw else None))
+
+
+def _tar_kind(name: str, head: bytes) -> bool:
+    return re.search(r"\.(?:tar(?:\.(?:gz|bz2|xz|zst|zstd))?|tgz|tbz2|txz)$", name) is not None or head[257:262] == b"ustar"
+
+
+def _tar(root: str, raw: IO[bytes], file_name: str, relative: str, problems: list[Unreadable]) -> Iterator[Source]:
+    stream: IO[bytes] = raw
+    if file_name.endswith((".zst", ".zstd")):
+        stream, _ = _unpack(raw, file_name)
+        mode = "r|"
+    else:
+        mode = "r|*"
+    try:
+        with tarfile.open(fileobj=stream, mode=mode) as archive:  # type: ignore[call-overload]
+            for member in archive:
+                if not member.isfile() or _skipped(Path(member.name).name):
+                    continue
+                content = archive.extractfile(member)
+                if content is not None:
+                    inner, _ = _unpack(content, member.name)
+                    yield Source(root, str(Path(relative, _inside(member.name))), _read(inner))
+    except (tarfile.TarError, EOFError, OSError) as error:
+        problems.append(Unreadable(relative or file_name, f"the archive ends early or is damaged: {error}"))
+
+
+def _zip(root: str, path: Path, relative: str, problems: list[Unreadable]) -> Iterator[Source]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for member in archive.infolist():
+                if member.is_dir() or _skipped(Path(member.filename).name):
+                    continue
+                with archive.open(member) as content:
+                    inner, _ = _unpack(content, member.filename)
+                    yield Source(root, str(Path(relative, _inside(member.filename))), _read(inner))
+    except (zipfile.BadZipFile, EOFError, OSError, RuntimeError) as error:
+        problems.append(Unreadable(relative or path.name, f"the archive is damaged or locked: {error}"))
+
+
+def _inside(name: str) -> str:
+    """A member's name without leading slashes and dots: it is only shown, never written."""
+    return "/".join(part for part in name.split("/") if part not in ("", ".", ".."))
+
+
+def _unpack(raw: IO[bytes], name: str) -> tuple[IO[bytes], str]:
+    suffix = Path(name.lower()).suffix
+    if suffix not in _STAGES and suffix != ".tgz":
+        return raw, name
+    bare = name[: -len(suffix)]
+    openers: dict[str, Callable[[IO[bytes]], IO[bytes]]] = {
+        ".gz": lambda stream: gzip.GzipFile(fileobj=stream),  # type: ignore[dict-item,return-value]
+        ".bz2": lambda stream: bz2.BZ2File(stream),  # type: ignore[dict-item,return-value]
+        ".xz": lambda stream: lzma.LZMAFile(stream),  # type: ignore[dict-item,return-value]
+        ".zst": _zstd,
+        ".zstd": _zstd,
+    }
+    return openers[suffix](raw), bare
+
+
+def _zstd(stream: IO[bytes]) -> IO[bytes]:
+    try:
+        import zstandard
+    except ImportError:
+        try:
+            child = subprocess.Popen(["zstd", "-dcq"], stdin=stream, stdout=subprocess.PIPE)  # noqa: SIM115 - read to its end by the caller
+        except (FileNotFoundError, OSError) as error:
+            raise OSError("to read .zst, install the Python package zstandard or the program zstd") from error
+        if child.stdout is None:
+            raise OSError("zstd gave no output") from None
+        return child.stdout
+    return zstandard.ZstdDecompressor().stream_reader(stream)  # type: ignore[no-any-return,unused-ignore]
+
+
+def _read(stream: IO[bytes], most: int | None = None) -> Iterator[bytes]:
+    left = most
+    while left is None or left > 0:
+        data = stream.read(CHUNK_BYTES if left is None else min(CHUNK_BYTES, left))
+        if not data:
+            return
+        if left is not None:
+            left -= len(data)
+        yield data
+
+
+# -------------------------------------------------------------------------------------------------- which node is it
+
+_GENERIC = re.compile(
+    r"^(?:logs?|old|var|tmp|ray|output|outputs?|out|runs?|attempt[_-]?\d+|session_[\w-]+|none_\w+|events?|export_events|\d{1,3}|stdout|stderr|members?|nodes?|"
+    r"checkpoints?|wandb|tensorboard|tb|kernel|journal|messages)$"
+)
+_NODE_IN_FILE = re.compile(
+    r"(?:^|[._-])(?P<node>(?:(?:node|host|worker|pod|gpu|master|head|policy|rollout|controller|trainer|ip|dlc|rank-node)[_-]?[\w-]*\d|head|controller)"
+    r"|\d+\.\d+\.\d+\.\d+)(?=[._-](?:\w+[._-])*(?:log|out|err|txt|jsonl?|stderr|stdout)\b|$)"
+)
+_HOST_LIKE = re.compile(r"(?:node|host|worker|gpu|master|head|policy|rollout|controller|pod|ip-)[\w.-]*|\d+\.\d+\.\d+\.\d+", re.IGNORECASE)
+
+
+def name_nodes(names: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str | None]:
+    """The node of each log, from the places all of them lie in."""
+    names = list(names)
+    roots = {root for root, _ in names}
+    found: dict[tuple[str, str], str | None] = {}
+    for root in roots:
+        inside = [name for at, name in names if at == root]
+        shared = _shared_folder(root, inside)
+        for name in inside:
+            found[(root, name)] = _node_of(root, name.removeprefix(shared), several=len(roots) > 1, files=inside)
+    return found
+
+
+def _shared_folder(root: str, names: list[str]) -> str:
+    """The one folder that an archive was packed with, which is no node."""
+    if not re.search(r"\.(?:tar|tgz|tbz2|txz|zip)", root.lower()):
+        return ""
+    firsts = {name.split("/", 1)[0] for name in names}
+    if len(firsts) == 1 and all(name.count("/") >= 2 for name in names):
+        return next(iter(firsts)) + "/"
+    return ""
+
+
+def _node_of(root: str, name: str, *, several: bool, files: list[str]) -> str | None:
+    folders = name.split("/")[:-1]
+    for folder in folders:
+        if not _GENERIC.match(folder):
+            return folder
+    if not folders or all(_GENERIC.match(folder) for folder in folders):
+        base = Path(root.rstrip("/")).name if root != "-" else ""
+        stem = Path(name or base).name
+        hint = _NODE_IN_FILE.search(stem)
+        if hint and (len(files) > 1 or several or not name):
+            return hint["node"]
+        if name and (several or _HOST_LIKE.fullmatch(base)) and not _GENERIC.match(base):
+            return base
+        if any(Path(other).name.startswith("gcs_server.") for other in files) or stem.startswith("gcs_server."):
+            return "head"
+    return None
