@@ -151,7 +151,9 @@ def apply(account: Account, record: Record) -> None:
 
 
 def _refuse(record: Record, why: str) -> LedgerBrokenError:
-    return LedgerBrokenError(f"{type(record).__name__} cannot be true here: {why}; nothing was changed; please report it with the ledger folder")
+    return LedgerBrokenError(
+        f"{type(record).__name__} cannot be true here: {why}; nothing was changed; please report it with the ledger folder"
+    )
 
 
 def _open_epoch(account: Account, epoch: Epoch) -> None:
@@ -223,7 +225,10 @@ def _commit(account: Account, record: Committed) -> None:
     if deal is None or (deal.step, deal.lineage) != (record.step, record.lineage):
         raise _refuse(record, f"step {record.step} of lineage {record.lineage} is not being trained")
     if record.batch_digest != deal.batch_digest or record.epoch != account.epoch.number:
-        raise _refuse(record, f"batch {record.batch_digest} of epoch {record.epoch}, but {deal.batch_digest} of {account.epoch.number} is")
+        raise _refuse(
+            record,
+            f"batch {record.batch_digest} of epoch {record.epoch}, but {deal.batch_digest} of {account.epoch.number} is",
+        )
     if record.chain != next_chain(account.chain, record.step, record.batch_digest):
         raise _refuse(record, "its chain does not follow")
     account.head = Version(record.lineage, record.step)
@@ -253,9 +258,7 @@ def _flush(account: Account, record: Flushed) -> None:
     account.floor = steps[-2]
     for step in sorted(step for step in account.batches if step <= account.floor):
         deal, commit = account.batches.pop(step), account.commits.pop(step)
-        account.past.append(
-            PastStep(step, commit.lineage, deal.batch_digest, commit.chain, deal.prompts)
-        )
+        account.past.append(PastStep(step, commit.lineage, deal.batch_digest, commit.chain, deal.prompts))
         for prompt_id in deal.prompts:
             del account.groups[prompt_id]
     for step in [step for step in account.chains if step < account.floor]:

@@ -149,10 +149,7 @@ class Count:
             case Leased():
                 self.leased |= set(range(record.first, record.last + 1))
             case Admitted():
-                key = (record.prompt_id, record.index)
-                self.times_admitted[key] = self.times_admitted.get(key, 0) + 1
-                if record.prompt_id not in self.leased:
-                    self._problem(f"sample {key} was admitted and never leased")
+                self._admit(record)
             case Filtered():
                 self.filtered.add(record.prompt_id)
             case Dealt():
@@ -166,11 +163,16 @@ class Count:
                 self.live = {step: row for step, row in self.live.items() if step <= record.step}
             case Finished():
                 self.finished = True
-            case Flushed():
-                if self.chain_of(record.version.lineage, record.version.step) is None:
-                    self._problem(f"a snapshot of {record.version} was recorded as flushed; the ledger knows no such step")
             case EpochOpened():
                 self.epochs += 1
+            case Flushed():
+                pass  # the manifests themselves are checked
+
+    def _admit(self, record: Admitted) -> None:
+        key = (record.prompt_id, record.index)
+        self.times_admitted[key] = self.times_admitted.get(key, 0) + 1
+        if record.prompt_id not in self.leased:
+            self._problem(f"sample {key} was admitted and never leased")
 
     def _deal(self, step: int, digest: str, prompts: tuple[int, ...]) -> None:
         before = self.dealt.get(step)
@@ -184,9 +186,13 @@ class Count:
 
     def _commit(self, record: Committed) -> None:
         if record.lineage != self.lineage or record.step != len(self.live) + 1:
-            self._problem(f"step {record.step} of lineage {record.lineage} was committed after step {len(self.live)} of {self.lineage}")
+            self._problem(
+                f"step {record.step} of lineage {record.lineage} was committed after step {len(self.live)} of {self.lineage}"
+            )
         if self.dealt.get(record.step, ("", ()))[0] != record.batch_digest:
-            self._problem(f"step {record.step} was committed with batch {record.batch_digest}, which was not dealt to it")
+            self._problem(
+                f"step {record.step} was committed with batch {record.batch_digest}, which was not dealt to it"
+            )
         chain = self.live[record.step - 1][2] if record.step - 1 in self.live else NO_CHAIN
         self._follow(record.step, chain, record.batch_digest, record.chain)
         self.live[record.step] = (record.lineage, record.batch_digest, record.chain)
@@ -215,7 +221,11 @@ class Count:
         head, size = len(self.live), self.n_generation
         trained = [prompt for step in self.live for prompt in self.dealt[step][1]]
         dealt = {prompt for _, prompts in self.dealt.values() for prompt in prompts}
-        passed = [step for step in self.dealt if step <= head and (step not in self.live or self.live[step][1] != self.dealt[step][0])]
+        passed = [
+            step
+            for step in self.dealt
+            if step <= head and (step not in self.live or self.live[step][1] != self.dealt[step][0])
+        ]
         twice = sum(times - 1 for times in self.times_admitted.values()) + (len(trained) - len(set(trained))) * size
         groups: dict[int, int] = {}
         for prompt, _ in self.times_admitted:
@@ -233,7 +243,8 @@ class Count:
             dealt=len(dealt) * size,
             trained=len(trained) * size,
             duplicate=twice,
-            lost=sum(len(self.dealt[step][1]) for step in passed) * size + sum(size - groups.get(prompt, 0) for prompt in hollow),
+            lost=sum(len(self.dealt[step][1]) for step in passed) * size
+            + sum(size - groups.get(prompt, 0) for prompt in hollow),
             steps=head,
             lineage=self.lineage,
             rewinds=self.rewinds,
@@ -251,11 +262,15 @@ class Count:
             if wanted is None and lineage < self.lineage:
                 unknown += 1
             elif wanted is None:
-                self._problem(f"{where} is a snapshot of step {step}, lineage {lineage}, which the ledger does not know")
+                self._problem(
+                    f"{where} is a snapshot of step {step}, lineage {lineage}, which the ledger does not know"
+                )
             else:
                 checked += 1
                 if wanted != chain:
-                    self._problem(f"{where} carries the chain {chain}; the ledger has {wanted} for step {step}, lineage {lineage}")
+                    self._problem(
+                        f"{where} carries the chain {chain}; the ledger has {wanted} for step {step}, lineage {lineage}"
+                    )
         return checked, unknown
 
 

@@ -37,7 +37,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     def shares(self, numbers: Sequence[int]) -> tuple[Share, ...]:
         """Return these shares with their samples."""
         return tuple(
-            Share(number=number, samples=tuple(self.samples[position] for position in self.dealt.shares[number])) for number in numbers
+            Share(number=number, samples=tuple(self.samples[position] for position in self.dealt.shares[number]))
+            for number in numbers
         )
 
 
@@ -66,7 +67,9 @@ def make_batch(account: Account, settings: ControllerSettings, prompts: tuple[in
     """Return the batch of these groups for the step after the head: the same however often it is asked for."""
     step, due = account.head.step + 1, account.batches.get(account.head.step + 1)
     admitted = [account.groups[prompt_id][index] for prompt_id in prompts for index in range(settings.n_generation)]
-    samples = tuple(_sample(one, advantage) for one, advantage in zip(admitted, _advantages(admitted, settings, step), strict=True))
+    samples = tuple(
+        _sample(one, advantage) for one, advantage in zip(admitted, _advantages(admitted, settings, step), strict=True)
+    )
     tokens = [one.prompt_length + one.tokens for one in admitted]
     shares = due.shares if due is not None else cut(tokens, per_share=settings.mini_batch, at_least=settings.n_init)
     dealt = Dealt(
@@ -84,7 +87,8 @@ def make_batch(account: Account, settings: ControllerSettings, prompts: tuple[in
         samples=samples,
         loss_tokens=loss_tokens,
         reward_mean=sum(one.reward for one in admitted) / len(admitted),
-        staleness_mean=sum(step - 1 - version.step for sample in samples for version in sample.versions) / max(1, loss_tokens),
+        staleness_mean=sum(step - 1 - version.step for sample in samples for version in sample.versions)
+        / max(1, loss_tokens),
     )
 
 
@@ -129,7 +133,9 @@ def _sample(one: Admitted, advantage: float) -> Sample:
         prompt_tokens=payload.prompt_tokens,
         tokens=payload.tokens,
         logprobs=payload.logprobs,
-        versions=tuple(version for run in payload.versions for version in (Version(run.lineage, run.step),) * run.tokens),
+        versions=tuple(
+            version for run in payload.versions for version in (Version(run.lineage, run.step),) * run.tokens
+        ),
         reward=one.reward,
         advantage=advantage,
     )

@@ -31,6 +31,8 @@ from rl_runtime.records import Record
 PATIENCE_SECONDS: Final = 1.0
 """A question is held so long at most."""
 TICK_SECONDS: Final = 0.05
+FRESH_SECONDS: Final = 30.0
+"""What went wrong in the group is told for so long; the disk's trouble as long as it lasts."""
 
 
 class NotNowError(Exception):
@@ -165,7 +167,10 @@ class Desk:
         if self.ledger.trouble is not None:
             category = "storage.full" if self.ledger.full else "storage.failed"
             return category, str(self.ledger.trouble)
-        return self.group.findings[-1] if self.group.findings else ("", "")
+        newest = self.group.findings[-1] if self.group.findings else None
+        if newest is None or newest.at < self.clock() - FRESH_SECONDS:
+            return "", ""
+        return newest.category, newest.text
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

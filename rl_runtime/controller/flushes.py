@@ -24,7 +24,9 @@ async def watch_flushes(desk: Desk, storage: Path) -> None:
         try:
             manifests = await asyncio.to_thread(list_manifests, storage, ROLE)
         except (OSError, EasyckptError) as error:
-            log.warning("storage cannot be read; batches are kept until it can", storage=str(storage), reason=str(error))
+            log.warning(
+                "storage cannot be read; batches are kept until it can", storage=str(storage), reason=str(error)
+            )
         else:
             record_flushes(desk, manifests)
         await asyncio.sleep(LOOK_SECONDS)

@@ -30,14 +30,18 @@ class Founder(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def word(self) -> Begin | Restore:
         """What it is told."""
-        return Begin(lineage=self.lineage) if self.version is None else Restore(version=self.version, lineage=self.lineage)
+        return (
+            Begin(lineage=self.lineage) if self.version is None else Restore(version=self.version, lineage=self.lineage)
+        )
 
 
 class NothingToRestoreError(Exception):
     """No candidate fits the ledger, and the first step can no longer be replayed either."""
 
 
-def choose(account: Account, settings: ControllerSettings, roll: Roll, now: float) -> tuple[Founder, Rewound | None] | None:
+def choose(
+    account: Account, settings: ControllerSettings, roll: Roll, now: float
+) -> tuple[Founder, Rewound | None] | None:
     """Return the founder and the rewind that must be recorded first; None: wait. Raises NothingToRestoreError."""
     fresh = list(roll.waiting(Fresh, now))
     if not fresh:
@@ -74,7 +78,10 @@ def still_stands(founder: Founder, settings: ControllerSettings, roll: Roll, now
     if roll.is_past(founder.member, founder.incarnation):
         return False
     seen = roll.seen[founder.member]
-    if seen.turn.incarnation != founder.incarnation or now - max(seen.at, founder.at) > settings.founder_patience_seconds:
+    if (
+        seen.turn.incarnation != founder.incarnation
+        or now - max(seen.at, founder.at) > settings.founder_patience_seconds
+    ):
         return False
     if not isinstance(seen.turn.stage, Fresh):
         return seen.at <= founder.at
@@ -98,7 +105,11 @@ def _rank(candidate: Candidate | None) -> tuple[int, int]:
 
 
 def _is_time(
-    account: Account, settings: ControllerSettings, fresh: list[tuple[MemberId, Seen]], best: Candidate | None, now: float
+    account: Account,
+    settings: ControllerSettings,
+    fresh: list[tuple[MemberId, Seen]],
+    best: Candidate | None,
+    now: float,
 ) -> bool:
     if account.epoch.number == 0 or (best is not None and best.version.step == account.head.step):
         return True

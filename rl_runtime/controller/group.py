@@ -11,11 +11,12 @@ exactly one member's reduced sum. Whoever calls must not answer before all recor
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from aimaster.wire.checkpoint import Version
+import msgspec
+
 from aimaster.wire.ids import Incarnation, MemberId
 from aimaster.wire.rollout import Offer
 from aimaster.wire.topology import Epoch, EpochProposal
-from aimaster.wire.training import Aborted, Fresh, Held, Hosting, Reduced, Rehearsed, Turn, Word
+from aimaster.wire.training import Aborted, Fresh, Hosting, Reduced, Rehearsed, Turn, Word
 from rl_runtime.controller import words
 from rl_runtime.controller.account import Account, next_chain
 from rl_runtime.controller.batches import Batch, make_batch, next_prompts, to_filter
@@ -23,8 +24,15 @@ from rl_runtime.controller.errors import LedgerBrokenError
 from rl_runtime.controller.founding import Founder, NothingToRestoreError, choose, still_stands
 from rl_runtime.controller.joining import Joining
 from rl_runtime.controller.roll import Roll
+from rl_runtime.controller.seals import differing_seals, newest_offer
 from rl_runtime.controller.settings import ControllerSettings
-from rl_runtime.controller.trouble import SAME_DIGEST_TRIES, SAME_MEMBERS_TRIES, minority, named_by_evidence
+from rl_runtime.controller.trouble import (
+    SAME_DIGEST_TRIES,
+    SAME_MEMBERS_TRIES,
+    all_but_one,
+    minority,
+    named_by_evidence,
+)
 from rl_runtime.records import Committed, EpochOpened, Finished, Record
 
 CHANGES_AT_ONCE = 1000
@@ -35,10 +43,20 @@ DIVERGENCE_CURES = 3
 """So many times members whose sealed states differ are sent to restore; after that (unlike machines?) it is only reported."""
 
 
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that went wrong in the group, for people."""
+
+    category: str
+    text: str
+    at: float
+
+
 class Group:
     """See the module."""
 
-    def __init__(self, settings: ControllerSettings, account: Account, write: Callable[[Record], None], now: float) -> None:
+    def __init__(
+        self, settings: ControllerSettings, account: Account, write: Callable[[Record], None], now: float
+    ) -> None:
         self.settings = settings
         self.account = account
         self.roll = Roll()
@@ -46,8 +64,8 @@ class Group:
         self.founder: Founder | None = None
         self.address = ""
         """Of the current epoch's store."""
-        self.findings: deque[tuple[str, str]] = deque(maxlen=20)
-        """(category, text), newest last."""
+        self.findings: deque[Found] = deque(maxlen=20)
+        """Newest last."""
         self.stopping = ""
         """Reason of a stop that was asked for."""
         self.changes = 0
@@ -72,7 +90,10 @@ class Group:
 
     def hear(self, turn: Turn, now: float) -> None:
         """Note a member's turn."""
-        newer = turn.member in self.account.epoch.members and self.account.epoch.incarnations[turn.member] < turn.incarnation
+        newer = (
+            turn.member in self.account.epoch.members
+            and self.account.epoch.incarnations[turn.member] < turn.incarnation
+        )
         if not self.roll.hear(turn, self.account.epoch.number, now):
             return
         if newer:
@@ -82,9 +103,13 @@ class Group:
             self._expelled.discard((turn.member, turn.incarnation))
         if isinstance(turn.stage, Hosting) and turn.stage.epoch == self.account.epoch.number and self._is_first(turn):
             self.address = turn.stage.address
-        if isinstance(turn.stage, Aborted) and turn.stage.epoch == self.account.epoch.number and self._aborted_at is None:
+        if (
+            isinstance(turn.stage, Aborted)
+            and turn.stage.epoch == self.account.epoch.number
+            and self._aborted_at is None
+        ):
             self._aborted_at = now
-        self._note_rehearsal(turn)
+        self._note_rehearsal(turn, now)
         self._compare_seals(turn, now)
         self.advance(now)
 
@@ -119,7 +144,14 @@ class Group:
     def advance(self, now: float) -> None:
         """Let everything follow that now can."""
         for _ in range(CHANGES_AT_ONCE):
-            if not (self._vote(now) or self._lapse(now) or self._found(now) or self._join(now) or self._next(now) or self._finish(now)):
+            if not (
+                self._vote(now)
+                or self._lapse(now)
+                or self._found(now)
+                or self._join(now)
+                or self._next(now)
+                or self._finish(now)
+            ):
                 return
             self.changes += 1
         raise LedgerBrokenError(f"the group changes without end at {self.account.head}, epoch {self.account.epoch}")
@@ -139,22 +171,15 @@ class Group:
         if self._batch is None or self._batch.dealt is not deal:
             batch = make_batch(self.account, self.settings, deal.prompts, deal.at)
             if batch.dealt.batch_digest != deal.batch_digest:
-                raise LedgerBrokenError(f"the batch of step {deal.step} is {batch.dealt.batch_digest}, the ledger dealt {deal.batch_digest}")
-            self._batch = Batch(**{name: getattr(batch, name) for name in batch.__struct_fields__} | {"dealt": deal})
+                raise LedgerBrokenError(
+                    f"the batch of step {deal.step} is {batch.dealt.batch_digest}, the ledger dealt {deal.batch_digest}"
+                )
+            self._batch = msgspec.structs.replace(batch, dealt=deal)
         return self._batch
 
     def offer(self) -> Offer | None:
-        """Return the newest committed version that has a sealed snapshot."""
-        live = {member: seal for member, seal in self.roll.seals.items() if self.account.is_live(seal.version)}
-        if not live:
-            return None
-        newest = max(live.values(), key=lambda seal: (seal.version.step, seal.version.lineage))
-        holders = {
-            member: seal.node
-            for member, seal in live.items()
-            if (seal.version, seal.state_digest) == (newest.version, newest.state_digest)
-        }
-        return Offer(version=newest.version, state_digest=newest.state_digest, holders=holders)
+        """Return what rollouts are offered."""
+        return newest_offer(self.account, self.roll)
 
     def is_in(self, member: MemberId, incarnation: Incarnation) -> bool:
         """Tell whether this start of the member is in the current epoch."""
@@ -171,26 +196,6 @@ class Group:
         """Tell whether nothing more follows from the death of this start."""
         epoch = self.account.epoch
         return member not in epoch.members or epoch.incarnations[member] > incarnation
-
-    def waiting_for(self) -> str:
-        """Say in words what the next step waits for; empty while members compute."""
-        account = self.account
-        if account.finished or self.stopping:
-            return ""
-        if not account.epoch.members:
-            return f"{self.founder.member} to bring up the state" if self.founder else "a policy member"
-        if self.joining.hold is not None:
-            return f"{', '.join(self.joining.hold.joiners)} to join"
-        if account.open_deal is not None:
-            silent = [member for member in account.epoch.members if self.spoke(member) is None]
-            done = [member for member in account.epoch.members if member not in silent and words.has_computed(self, member)]
-            behind = [member for member in account.epoch.members if member not in done]
-            return f"{', '.join(behind)} to compute" if done and behind else ""
-        if account.head.step >= self.settings.steps:
-            return "the last snapshot"
-        if not self._has_started() and len(account.epoch.members) < self.settings.n_init:
-            return f"{self.settings.n_init - len(account.epoch.members)} more policy member(s)"
-        return f"rollouts: {len(account.waiting)} of {self.settings.groups} groups"
 
     def needs_seal(self, now: float) -> bool:
         """Tell whether a snapshot of the head must be forced: the run ends with it, or rollouts wait for newer weights than any sealed."""
@@ -214,7 +219,11 @@ class Group:
                 return False
             votes[member] = turn.stage
         if any(set(vote.shares) != set(self.account.assignment[member]) for member, vote in votes.items()):
-            self._find("reduction.shares", f"step {deal.step}: the members' sums do not hold each share once; reduced again")
+            self._find(
+                "reduction.shares",
+                f"step {deal.step}: the members' sums do not hold each share once; reduced again",
+                now,
+            )
             return self._try_again("the sums did not hold each share once", now)
         digests = {member: vote.digest for member, vote in votes.items()}
         if len(set(digests.values())) > 1:
@@ -245,7 +254,11 @@ class Group:
             return self._try_again("gradient digests differ", now)
         leave = minority(digests)
         who = ", ".join(leave)
-        self._find("reduction.differs", f"gradient digests differed twice at step {self.account.head.step + 1}; {who} restore(s) a snapshot")
+        self._find(
+            "reduction.differs",
+            f"gradient digests differed twice at step {self.account.head.step + 1}; {who} restore(s) a snapshot",
+            now,
+        )
         self._leave_out(leave, f"gradient digests differed twice: {who}", now)
         return True
 
@@ -266,13 +279,13 @@ class Group:
         if self._aborted_at is not None and now >= self._aborted_at + self.settings.abort_settle_seconds:
             self._aborts += 1
             if self._aborts > SAME_MEMBERS_TRIES:
-                self._leave_out([self._accused()], "the reduction failed again and again", now)
+                self._leave_out([self._accused(now)], "the reduction failed again and again", now)
                 return True
             return self._try_again("the reduction was aborted and no death is known", now)
         silent = [member for member in epoch.members if self.spoke(member) is None]
         patience = self.settings.group_timeout_seconds + self.settings.abort_settle_seconds
         if self._aborts and silent and len(silent) < len(epoch.members) and now >= self._epoch_opened_at + patience:
-            self._find("member.silent", f"{', '.join(silent)}: silent since a failed reduction, left out")
+            self._find("member.silent", f"{', '.join(silent)}: silent since a failed reduction, left out", now)
             self._leave_out(silent, f"{', '.join(silent)} silent after an aborted reduction", now)
             return True
         return False
@@ -280,17 +293,25 @@ class Group:
     def _lost_state(self, member: MemberId) -> bool:
         """Whether a member of the epoch says, not for the first time by a late message, that it has no state."""
         seen = self.roll.seen.get(member)
-        if seen is None or not self.is_in(member, seen.turn.incarnation) or not isinstance(seen.turn.stage, (Fresh, Rehearsed)):
+        if (
+            seen is None
+            or not self.is_in(member, seen.turn.incarnation)
+            or not isinstance(seen.turn.stage, (Fresh, Rehearsed))
+        ):
             return False
         return seen.repeats > 1
 
-    def _accused(self) -> MemberId:
+    def _accused(self, now: float) -> MemberId:
         members = self.account.epoch.members
         turns = {member: turn for member in members if (turn := self.spoke(member)) is not None}
         over = {member: turn.stage for member, turn in turns.items() if isinstance(turn.stage, (Aborted, Reduced))}
         silent = [member for member in members if member not in over]
         accused = named_by_evidence(members, silent, {m: s.reason for m, s in over.items() if isinstance(s, Aborted)})
-        self._find("reduction.fails", f"three reductions failed at step {self.account.head.step + 1}; going on without {accused}")
+        self._find(
+            "reduction.fails",
+            f"three reductions failed at step {self.account.head.step + 1}; going on without {accused}",
+            now,
+        )
         return accused
 
     def _try_again(self, cause: str, now: float) -> bool:
@@ -304,8 +325,12 @@ class Group:
         stay = tuple(member for member in epoch.members if member not in leave)
         self._open_epoch(stay, {member: epoch.incarnations[member] for member in stay}, cause, now)
 
-    def _open_epoch(self, members: tuple[MemberId, ...], incarnations: dict[MemberId, Incarnation], cause: str, now: float) -> None:
-        epoch = Epoch(number=self.account.epoch.number + 1, members=members, incarnations=dict(incarnations), cause=cause)
+    def _open_epoch(
+        self, members: tuple[MemberId, ...], incarnations: dict[MemberId, Incarnation], cause: str, now: float
+    ) -> None:
+        epoch = Epoch(
+            number=self.account.epoch.number + 1, members=members, incarnations=dict(incarnations), cause=cause
+        )
         self._write(EpochOpened(epoch=epoch, at=now))
         self.address, self._aborted_at, self._epoch_opened_at = "", None, now
         self._due = {member: due for member, due in self._due.items() if member in members}
@@ -317,7 +342,12 @@ class Group:
             return False
         for member, seen in sorted(self.roll.seen.items()):
             known = (member, seen.turn.incarnation)
-            if self.roll.is_live(member) and known not in self._expelled and words.has_state(seen.turn) and words.is_at_head(self, seen.turn):
+            if (
+                self.roll.is_live(member)
+                and known not in self._expelled
+                and words.has_state(seen.turn)
+                and words.is_at_head(self, seen.turn)
+            ):
                 self.founder = None
                 self._open_epoch((member,), {member: seen.turn.incarnation}, f"{member} has the newest state", now)
                 return True
@@ -331,6 +361,7 @@ class Group:
                 "state.lost",
                 f"no snapshot fits the ledger between step {self.account.floor} and {self.account.head.step}; "
                 "bring back the storage folder or a node's memory, or begin a new run",
+                now,
             )
             return False
         if chosen is None:
@@ -349,26 +380,35 @@ class Group:
             return False
         epoch = self.account.epoch
         if verdict.differing:
-            leave = minority(verdict.differing)
-            leave = leave if len(leave) < len(epoch.members) else leave[1:]
-            self._find("replica.diverged", f"states differ at step {self.account.head.step}; {', '.join(leave)} restore(s) a snapshot")
+            leave = all_but_one(minority(verdict.differing), verdict.differing)
+            self._find(
+                "replica.diverged",
+                f"states differ at step {self.account.head.step}; {', '.join(leave)} restore(s) a snapshot",
+                now,
+            )
             self._leave_out(leave, "states differed in a hold", now)
             return True
         for member in verdict.refused:
-            self._find("join.refused", f"{member} took a state that is not the others' at step {self.account.head.step}")
+            self._find(
+                "join.refused", f"{member} took a state that is not the others' at step {self.account.head.step}", now
+            )
         for member in verdict.late:
-            self._find("join.late", f"{member} did not join within the hold; it tries again later")
+            self._find("join.late", f"{member} did not join within the hold; it tries again later", now)
         if verdict.joined:
             incarnations = epoch.incarnations | {m: self.roll.seen[m].turn.incarnation for m in verdict.joined}
             self._open_epoch(epoch.members + verdict.joined, incarnations, f"{', '.join(verdict.joined)} joined", now)
         return True
 
-    def _note_rehearsal(self, turn: Turn) -> None:
-        if isinstance(turn.stage, Rehearsed) and self.joining.needs_more_than_allowed(turn.stage.seconds):
+    def _note_rehearsal(self, turn: Turn, now: float) -> None:
+        if not isinstance(turn.stage, Rehearsed):
+            return
+        self.joining.note(turn.member, turn.stage.seconds)
+        if self.joining.needs_more_than_allowed(turn.stage.seconds):
             self._find(
                 "join.slow",
                 f"{turn.member} needs {turn.stage.seconds:.1f} s to copy a snapshot; it can hardly join within "
                 f"aimaster.leases.join_hold_seconds = {self.settings.join_hold_seconds:g}: raise it",
+                now,
             )
 
     # -- steps ---------------------------------------------------------------------------------------------------------
@@ -379,7 +419,7 @@ class Group:
         at_boundary = bool(account.epoch.members) and account.open_deal is None and self.joining.hold is None
         if not at_boundary or account.finished or self.stopping or account.head.step >= self.settings.steps:
             return False
-        if self.joining.begin(account.epoch.members, account.head, costs_nothing=not self._has_started(), now=now):
+        if self.joining.begin(account.epoch.members, account.head, costs_nothing=not self.has_started, now=now):
             return True
         if not self._may_start(now):
             return False
@@ -394,12 +434,14 @@ class Group:
         self._write(batch.dealt)
         return True
 
-    def _has_started(self) -> bool:
+    @property
+    def has_started(self) -> bool:
+        """Tell whether anything was ever dealt."""
         return bool(self.account.batches or self.account.past)
 
     def _may_start(self, now: float) -> bool:
         """Whether a new run has its members, or has waited long enough for them."""
-        if self._has_started() or len(self.account.epoch.members) >= self.settings.n_init:
+        if self.has_started or len(self.account.epoch.members) >= self.settings.n_init:
             return True
         coming = any(True for kind in (Fresh, Rehearsed) for _ in self.roll.waiting(kind, now))
         patience = self.settings.start_patience_seconds * (4 if coming else 1)
@@ -422,33 +464,28 @@ class Group:
 
     def _compare_seals(self, turn: Turn, now: float) -> None:
         """Replicas that sealed the same step must have sealed the same state."""
-        seal = self.roll.seals.get(turn.member)
-        if seal is None or not self.is_in(turn.member, turn.incarnation) or not self.account.is_live(seal.version):
+        if not self.is_in(turn.member, turn.incarnation):
             return
-        digests = {
-            member: other.state_digest
-            for member in self.account.epoch.members
-            if (other := self.roll.seals.get(member)) is not None and other.version == seal.version and other.state_digest
-        }
-        if len(set(digests.values())) < 2:
+        digests = differing_seals(self.account, self.roll, turn.member)
+        if not digests:
             return
-        leave = minority(digests)
-        leave = leave if len(leave) < len(digests) else leave[1:]
-        text = f"sealed states differ at step {seal.version.step}: {', '.join(f'{m} {d[:8]}' for m, d in digests.items())}"
-        self._find("replica.diverged", text)
+        text = f"sealed states differ: {', '.join(f'{member} {digest[:8]}' for member, digest in digests.items())}"
+        self._find("replica.diverged", text, now)
         if self._cures < DIVERGENCE_CURES:
             self._cures += 1
-            for member in leave:
-                self.roll.seals.pop(member, None)
+            leave = all_but_one(minority(digests), digests)
+            self.roll.forget_seals(leave)
             self._leave_out(leave, text, now)
 
     def _is_first(self, turn: Turn) -> bool:
         members = self.account.epoch.members
         return bool(members) and members[0] == turn.member and self.is_in(turn.member, turn.incarnation)
 
-    def _find(self, category: str, text: str) -> None:
-        if (category, text) not in self.findings:
-            self.findings.append((category, text))
+    def _find(self, category: str, text: str, now: float) -> None:
+        known = [found for found in self.findings if (found.category, found.text) == (category, text)]
+        for found in known:
+            self.findings.remove(found)
+        self.findings.append(Found(category=category, text=text, at=now))
 
     def _write(self, record: Record) -> None:
         self._write_record(record)
@@ -462,6 +499,3 @@ def flusher(settings: ControllerSettings, step: int, members: Sequence[MemberId]
     if not settings.flush_every or step % settings.flush_every:
         return None
     return members[step // settings.flush_every % len(members)]
-
-
-__all__ = ["Group", "Held", "Version", "flusher"]

@@ -55,13 +55,19 @@ class Joining:
         self.hold: Hold | None = None
         self._tries: dict[MemberId, tuple[float, float]] = {}
         """Not before this time, and the interval after the next failure."""
+        self._rehearsed: dict[MemberId, float] = {}
+        """Slowest rehearsal of each: a try that failed says nothing of its own."""
+
+    def note(self, member: MemberId, rehearsed_seconds: float) -> None:
+        """A member has rehearsed."""
+        self._rehearsed[member] = max(rehearsed_seconds, self._rehearsed.get(member, 0.0))
 
     def begin(self, members: tuple[MemberId, ...], head: Version, *, costs_nothing: bool, now: float) -> bool:
         """Begin a hold if somebody is ready to join."""
         ready = {
-            member: seen.turn.stage.seconds
-            for member, seen in self._roll.waiting(Rehearsed, now)
-            if isinstance(seen.turn.stage, Rehearsed) and member not in members and self._tries.get(member, (0.0, 0.0))[0] <= now
+            member: self._rehearsed.get(member, 0.0)
+            for member, _ in self._roll.waiting(Rehearsed, now)
+            if member not in members and self._tries.get(member, (0.0, 0.0))[0] <= now
         }
         if not ready:
             return False

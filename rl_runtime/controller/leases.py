@@ -66,7 +66,9 @@ class Leases:
         """Samples that nobody makes, oldest prompt first."""
         return sorted(key for key, sample in self._open.items() if sample.holder is None)
 
-    def grant(self, key: Key, member: MemberId, incarnation: Incarnation, now: float, *, row: Mapping[str, str], seed: int) -> PromptLease:
+    def grant(
+        self, key: Key, member: MemberId, incarnation: Incarnation, now: float, *, row: Mapping[str, str], seed: int
+    ) -> PromptLease:
         """Lease a free sample to a worker, with what was streamed of it."""
         sample = self._open[key]
         self._issued += 1
@@ -83,7 +85,9 @@ class Leases:
             deadline_seconds=self._seconds,
         )
 
-    def renew(self, lease_ids: Iterable[str], member: MemberId, incarnation: Incarnation, now: float) -> tuple[str, ...]:
+    def renew(
+        self, lease_ids: Iterable[str], member: MemberId, incarnation: Incarnation, now: float
+    ) -> tuple[str, ...]:
         """Renew what the worker holds, adopt what it held under an earlier controller, return the ids that are no longer its own."""
         return tuple(lease_id for lease_id in lease_ids if not self._renew_one(lease_id, member, incarnation, now))
 
@@ -133,7 +137,9 @@ class Leases:
 
     def died(self, member: MemberId, incarnation: Incarnation) -> int:
         """Free what this start of the worker, or an earlier one, held; returns how many."""
-        return self._release(sample for sample in self._open.values() if sample.holder == member and sample.incarnation <= incarnation)
+        return self._release(
+            sample for sample in self._open.values() if sample.holder == member and sample.incarnation <= incarnation
+        )
 
     def _release(self, samples: Iterable[_Open]) -> int:
         count = 0

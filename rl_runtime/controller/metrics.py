@@ -11,7 +11,10 @@ from rl_runtime.controller.desk import Desk
 
 GAUGES: Final = {
     "reward_mean": ("rlruntime_reward_mean", "Mean reward of the newest dealt batch"),
-    "staleness_mean": ("rlruntime_staleness_steps_mean", "Steps between the weights that made a token and those it trains, newest batch"),
+    "staleness_mean": (
+        "rlruntime_staleness_steps_mean",
+        "Steps between the weights that made a token and those it trains, newest batch",
+    ),
     "tokens_per_second": ("rlruntime_tokens_per_second", "Completion tokens admitted a second, over half a minute"),
     "buffered_groups": ("rlruntime_buffered_groups", "Complete groups that wait to be dealt"),
     "leased": ("rlruntime_open_samples", "Samples leased or to be leased again"),
@@ -48,8 +51,14 @@ class DeskCollector(Collector):
         yield GaugeMetricFamily("rlruntime_step", "Newest committed step", value=account.head.step)
         yield GaugeMetricFamily("rlruntime_lineage", "Live lineage", value=account.head.lineage)
         yield GaugeMetricFamily("rlruntime_epoch", "Number of the current epoch", value=account.epoch.number)
-        yield GaugeMetricFamily("rlruntime_committed_timestamp_seconds", "Time of the newest commit", value=desk.committed_at)
-        yield GaugeMetricFamily("rlruntime_disk_trouble", "1 while the ledger cannot be written", value=float(desk.ledger.trouble is not None))
+        yield GaugeMetricFamily(
+            "rlruntime_committed_timestamp_seconds", "Time of the newest commit", value=desk.committed_at
+        )
+        yield GaugeMetricFamily(
+            "rlruntime_disk_trouble",
+            "1 while the ledger cannot be written",
+            value=float(desk.ledger.trouble is not None),
+        )
 
 
 def make_registry(desk: Desk) -> CollectorRegistry:

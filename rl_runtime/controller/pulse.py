@@ -17,6 +17,7 @@ from aimaster.wire.ids import Incarnation
 from aimaster.wire.messages import ControllerPulse
 from aimaster.wire.places import ENV_MASTER_URL, RunPlaces
 from rl_runtime.controller.desk import Desk
+from rl_runtime.controller.waiting import waiting_for
 
 PULSE_SECONDS = 1.0
 ANSWER_SECONDS = 2.0
@@ -54,7 +55,7 @@ def make_pulse(desk: Desk, *, url: str, incarnation: Incarnation) -> ControllerP
         figures=desk.numbers(),
         at=desk.clock(),
         committed_at=desk.committed_at,
-        waiting_for=desk.group.waiting_for(),
+        waiting_for=waiting_for(desk.group),
         finding=category,
         finished=account.finished,
     )

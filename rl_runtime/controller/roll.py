@@ -3,7 +3,7 @@
 A restarted controller begins with an empty roll; members resend what they have, which fills it. Nothing here decides.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -58,7 +58,11 @@ class Roll:
         before = self.seen.get(turn.member)
         if self.is_past(turn.member, turn.incarnation):
             return False
-        same = before is not None and before.turn.incarnation == turn.incarnation and type(before.turn.stage) is type(turn.stage)
+        same = (
+            before is not None
+            and before.turn.incarnation == turn.incarnation
+            and type(before.turn.stage) is type(turn.stage)
+        )
         candidates = turn.stage.candidates if isinstance(turn.stage, Fresh) else before.candidates if before else ()
         self.seen[turn.member] = Seen(
             turn=turn,
@@ -71,8 +75,15 @@ class Roll:
         if turn.sealed is not None:
             self.seals[turn.member] = Seal(version=turn.sealed, state_digest=turn.sealed_digest, node=turn.node)
         if isinstance(turn.stage, Held):
-            self.seals[turn.member] = Seal(version=turn.stage.version, state_digest=turn.stage.state_digest, node=turn.node)
+            self.seals[turn.member] = Seal(
+                version=turn.stage.version, state_digest=turn.stage.state_digest, node=turn.node
+            )
         return True
+
+    def forget_seals(self, members: Iterable[MemberId]) -> None:
+        """What these have sealed is not to be relied on."""
+        for member in members:
+            self.seals.pop(member, None)
 
     def bury(self, member: MemberId, incarnation: Incarnation) -> None:
         """This start of the member is dead."""

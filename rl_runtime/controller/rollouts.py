@@ -83,7 +83,9 @@ class Rollouts:
             reason = self._unfit(request.version, offer)
             if not reason:
                 leases, reason = self._grant(request, now)
-        return LeaseReply(leases=tuple(leases), dropped=dropped, offer=offer, wait_reason=reason, stop=self.account.finished)
+        return LeaseReply(
+            leases=tuple(leases), dropped=dropped, offer=offer, wait_reason=reason, stop=self.account.finished
+        )
 
     def stream(self, request: StreamRequest, offer: Offer | None, now: float) -> StreamReply:
         """Keep the tokens made so far, which renews the leases."""
@@ -100,7 +102,9 @@ class Rollouts:
         """Admit what is new and fresh enough."""
         for completion in request.completions:
             self._check(completion)
-        return CompleteReply(results=tuple(self._complete_one(request.member, completion) for completion in request.completions))
+        return CompleteReply(
+            results=tuple(self._complete_one(request.member, completion) for completion in request.completions)
+        )
 
     def died(self, member: MemberId, incarnation: Incarnation) -> None:
         """Free the samples of a dead worker."""
@@ -218,9 +222,13 @@ class Rollouts:
     def _check(self, completion: Completion) -> None:
         key = (completion.prompt_id, completion.index)
         if key_of(completion.lease_id) != key:
-            raise MessageError(f"lease {completion.lease_id} is not for sample {key}; nothing of the request was admitted")
+            raise MessageError(
+                f"lease {completion.lease_id} is not for sample {key}; nothing of the request was admitted"
+            )
         if not 0 <= completion.index < self.settings.n_generation:
-            raise MessageError(f"index {completion.index} is outside a group of {self.settings.n_generation}; nothing of the request was admitted")
+            raise MessageError(
+                f"index {completion.index} is outside a group of {self.settings.n_generation}; nothing of the request was admitted"
+            )
         if not completion.reward - completion.reward == 0.0:
             raise MessageError(f"sample {key} has the reward {completion.reward}; nothing of the request was admitted")
         if not completion.prompt_tokens or not completion.piece.tokens:

@@ -49,11 +49,17 @@ T = TypeVar("T")
 log = structlog.get_logger("controller")
 
 
-def make_app(desk: Desk, tokens: Tokens, *, url: Callable[[], str], incarnation: Incarnation, turning: Turning) -> web.Application:
+def make_app(
+    desk: Desk, tokens: Tokens, *, url: Callable[[], str], incarnation: Incarnation, turning: Turning
+) -> web.Application:
     """Return the HTTP application around a desk."""
-    app = web.Application(middlewares=[explain_errors, guard(tokens, _needed_role), _explain_refusals], client_max_size=LARGEST_BODY_BYTES)
+    app = web.Application(
+        middlewares=[explain_errors, guard(tokens, _needed_role), _explain_refusals], client_max_size=LARGEST_BODY_BYTES
+    )
 
-    def answers(kind: type[T], answer: Callable[[T], Awaitable[object]]) -> Callable[[web.Request], Awaitable[web.Response]]:
+    def answers(
+        kind: type[T], answer: Callable[[T], Awaitable[object]]
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handle(request: web.Request) -> web.Response:
             return reply_packed(await answer(decode(await request.read(), kind)))
 
@@ -61,13 +67,21 @@ def make_app(desk: Desk, tokens: Tokens, *, url: Callable[[], str], incarnation:
 
     async def deaths(request: web.Request) -> web.Response:
         settled = await desk.death(decode(await request.read(), DeathNotice))
-        return reply_json({"settled": True}) if settled else problem(503, "the epoch without it is not open yet", "send the notice again")
+        return (
+            reply_json({"settled": True})
+            if settled
+            else problem(503, "the epoch without it is not open yet", "send the notice again")
+        )
 
     async def epoch(request: web.Request) -> web.Response:
         taken, current = await desk.propose(decode(await request.read(), EpochProposal))
         if taken:
             return reply_packed(current)
-        return problem(409, f"epoch {current.number} is current", "look at the current epoch and propose again if it is still needed")
+        return problem(
+            409,
+            f"epoch {current.number} is current",
+            "look at the current epoch and propose again if it is still needed",
+        )
 
     async def status(_: web.Request) -> web.Response:
         pulse = make_pulse(desk, url=url(), incarnation=incarnation)
@@ -93,7 +107,9 @@ def _ready(desk: Desk) -> str | None:
 
 
 @web.middleware
-async def _explain_refusals(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+async def _explain_refusals(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
     try:
         return await handler(request)
     except NotNowError as error:
@@ -123,7 +139,14 @@ def main(run_dir: Path) -> int:
 
 
 async def serve(
-    places: RunPlaces, settings: ControllerSettings, rows: Rows, *, host: str, storage: Path, progress: Progress, port: int = 0
+    places: RunPlaces,
+    settings: ControllerSettings,
+    rows: Rows,
+    *,
+    host: str,
+    storage: Path,
+    progress: Progress,
+    port: int = 0,
 ) -> int:
     """Open the ledger and serve."""
     incarnation = Incarnation(int(os.environ.get(ENV_INCARNATION, "0")))
@@ -170,7 +193,9 @@ async def _run(
         async with asyncio.TaskGroup() as tasks:
             works = [
                 tasks.create_task(desk.ledger.run(), name="ledger"),
-                tasks.create_task(report_for_ever(desk, places, tokens, url=url, incarnation=incarnation), name="pulse"),
+                tasks.create_task(
+                    report_for_ever(desk, places, tokens, url=url, incarnation=incarnation), name="pulse"
+                ),
                 tasks.create_task(watch_flushes(desk, storage), name="flushes"),
                 tasks.create_task(_tick_for_ever(desk, progress, turning), name="tick"),
             ]

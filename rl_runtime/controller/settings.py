@@ -168,7 +168,9 @@ def _first_rate(rate: float | tuple[float, ...] | dict[str, float]) -> float:
     if isinstance(rate, (int, float)):
         return float(rate)
     if isinstance(rate, dict) or len(set(rate)) != 1:
-        raise ConfigurationError(f"train.optm_lr = {rate!r}: this runtime has one optimiser with one rate; give a single number")
+        raise ConfigurationError(
+            f"train.optm_lr = {rate!r}: this runtime has one optimiser with one rate; give a single number"
+        )
     return rate[0]
 
 

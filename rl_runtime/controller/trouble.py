@@ -9,7 +9,7 @@ Pure. Whoever is left out is only told to drop its state and come back; nobody i
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from aimaster.wire.ids import MemberId
 
@@ -17,7 +17,9 @@ SAME_MEMBERS_TRIES = 2
 SAME_DIGEST_TRIES = 1
 
 
-def named_by_evidence(members: Sequence[MemberId], silent: Sequence[MemberId], reasons: Mapping[MemberId, str]) -> MemberId:
+def named_by_evidence(
+    members: Sequence[MemberId], silent: Sequence[MemberId], reasons: Mapping[MemberId, str]
+) -> MemberId:
     """Return the member that the next epoch does without.
 
     Evidence, best first: the one that says nothing while the others do; the one that most others name in their reasons. Without
@@ -26,7 +28,10 @@ def named_by_evidence(members: Sequence[MemberId], silent: Sequence[MemberId], r
     if silent and len(silent) < len(members):
         return silent[-1]
     votes = Counter(
-        accused for member, reason in reasons.items() for accused in members if accused != member and _names(reason, accused)
+        accused
+        for member, reason in reasons.items()
+        for accused in members
+        if accused != member and _names(reason, accused)
     )
     if votes:
         most = max(votes.values())
@@ -42,6 +47,11 @@ def minority(digests: Mapping[MemberId, str]) -> tuple[MemberId, ...]:
     if 2 * count <= len(digests):
         return tuple(digests)
     return tuple(member for member in digests if digests[member] != digest)
+
+
+def all_but_one(leave: Sequence[MemberId], members: Iterable[MemberId]) -> tuple[MemberId, ...]:
+    """Spare the first where everybody would have to leave: one state is as good as the other, and the rest take it over."""
+    return tuple(leave) if set(leave) != set(members) else tuple(leave)[1:]
 
 
 def _names(reason: str, member: MemberId) -> bool:

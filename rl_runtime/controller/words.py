@@ -75,16 +75,27 @@ def _committed(group: Group, turn: Turn) -> Committed | None:
     if not isinstance(turn.stage, Reduced) or turn.version is None:
         return None
     commit = group.account.commits.get(turn.stage.step)
-    if commit is None or (commit.lineage, commit.epoch, commit.gradient_digest) != (turn.version.lineage, turn.stage.epoch, turn.stage.digest):
+    if commit is None or (commit.lineage, commit.epoch, commit.gradient_digest) != (
+        turn.version.lineage,
+        turn.stage.epoch,
+        turn.stage.digest,
+    ):
         return None
     return Committed(
-        version=Version(commit.lineage, commit.step), epoch=commit.epoch, chain=commit.chain, flush=commit.flusher == turn.member
+        version=Version(commit.lineage, commit.step),
+        epoch=commit.epoch,
+        chain=commit.chain,
+        flush=commit.flusher == turn.member,
     )
 
 
 def _outside(group: Group, turn: Turn, now: float) -> Word:
     founder, hold = group.founder, group.joining.hold
-    if founder is not None and (founder.member, founder.incarnation) == (turn.member, turn.incarnation) and isinstance(turn.stage, Fresh):
+    if (
+        founder is not None
+        and (founder.member, founder.incarnation) == (turn.member, turn.incarnation)
+        and isinstance(turn.stage, Fresh)
+    ):
         return founder.word
     somebody = bool(group.account.epoch.members)
     if isinstance(turn.stage, Fresh):
@@ -118,16 +129,22 @@ def _rehearse(group: Group, turn: Turn) -> Rehearse:
 
 def _inside(group: Group, turn: Turn, now: float) -> Word:
     if not has_state(turn) or not is_at_head(group, turn):
-        return Leave(reason=f"your state is not that of step {group.account.head.step}, lineage {group.account.head.lineage}")
+        return Leave(
+            reason=f"your state is not that of step {group.account.head.step}, lineage {group.account.head.lineage}"
+        )
     hold = group.joining.hold
     if hold is not None:
-        return Wait(reason=f"{', '.join(hold.joiners)} to join") if _holds(turn, hold.version) else Hold(version=hold.version)
+        return (
+            Wait(reason=f"{', '.join(hold.joiners)} to join")
+            if _holds(turn, hold.version)
+            else Hold(version=hold.version)
+        )
     deal = group.account.open_deal
     if deal is not None:
         return _training(group, turn, deal)
     if group.needs_seal(now) and not _holds(turn, group.account.head):
         return Hold(version=group.account.head)
-    return Wait(reason=group.waiting_for() or "the next step")
+    return Wait(reason="the next batch")
 
 
 def _holds(turn: Turn, version: Version) -> bool:
@@ -179,6 +196,9 @@ def _reduction(group: Group, turn: Turn, deal: Dealt) -> Word:
         if rank == 0:
             return Host(epoch=epoch.number)
         return Wait(reason=f"{epoch.members[0]} to host the group's store")
+    if any(_has_aborted(group, member) for member in epoch.members):
+        # Whoever is inside the reduction and asks whether it is still wanted learns here that it is not.
+        return Wait(reason="the next epoch")
     behind = [member for member in epoch.members if not _may_reduce(group, member)]
     if behind:
         return Wait(reason=f"{', '.join(behind)} to compute")
@@ -195,5 +215,10 @@ def _reduction(group: Group, turn: Turn, deal: Dealt) -> Word:
 def _may_reduce(group: Group, member: MemberId) -> bool:
     """A member that voted already was told to reduce, so everybody had computed."""
     turn = group.spoke(member)
-    voted = turn is not None and isinstance(turn.stage, (Reduced, Aborted)) and turn.stage.epoch == group.account.epoch.number
+    voted = turn is not None and isinstance(turn.stage, Reduced) and turn.stage.epoch == group.account.epoch.number
     return voted or has_computed(group, member)
+
+
+def _has_aborted(group: Group, member: MemberId) -> bool:
+    turn = group.spoke(member)
+    return turn is not None and isinstance(turn.stage, Aborted) and turn.stage.epoch == group.account.epoch.number

@@ -21,7 +21,9 @@ def find_files(name: str, splits: Sequence[str], subset: str) -> list[Path]:
     root = Path(name).expanduser()
     if root.is_file():
         if root.suffix not in (*LINES, PARQUET):
-            raise DataError(f"train.train_policy.dataset.name: {root} is neither JSONL nor Parquet ({', '.join((*LINES, PARQUET))})")
+            raise DataError(
+                f"train.train_policy.dataset.name: {root} is neither JSONL nor Parquet ({', '.join((*LINES, PARQUET))})"
+            )
         return [root]
     if not root.is_dir():
         raise DataError(
@@ -65,7 +67,9 @@ def _read_file(path: Path, prompt_column: str, answer_column: str) -> Iterator[d
             except orjson.JSONDecodeError as error:
                 raise DataError(f"{path}, line {number} is no JSON: {error}; each line must hold one object") from error
             if not isinstance(record, dict):
-                raise DataError(f"{path}, line {number} holds no object; each line must hold one object with the columns")
+                raise DataError(
+                    f"{path}, line {number} holds no object; each line must hold one object with the columns"
+                )
             _check_columns(path, record, prompt_column, answer_column, where=f", line {number}")
             yield {"prompt": str(record[prompt_column]), "answer": str(record[answer_column])}
 
@@ -74,7 +78,9 @@ def _read_parquet(path: Path, prompt_column: str, answer_column: str) -> Iterato
     try:
         import pyarrow.parquet
     except ModuleNotFoundError as error:
-        raise DataError(f"{path} is Parquet, which needs pyarrow: install the extra `runtime`, or convert the file to JSONL") from error
+        raise DataError(
+            f"{path} is Parquet, which needs pyarrow: install the extra `runtime`, or convert the file to JSONL"
+        ) from error
     try:
         file = pyarrow.parquet.ParquetFile(path)
         _check_columns(path, file.schema_arrow.names, prompt_column, answer_column)

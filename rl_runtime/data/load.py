@@ -103,4 +103,3 @@ def _kept_back(job: JobSettings) -> Callable[[int, Row], bool] | None:
     if isinstance(size, float) and size < 1.0:
         return lambda _, row: zlib.crc32(row["prompt"].encode()) % 1000 < size * 1000
     return lambda number, _: number < size
-
