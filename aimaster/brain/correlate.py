@@ -15,8 +15,8 @@ from aimaster.wire.health import Finding, Incident, Subject
 
 GRACE_SECONDS: Final = 5.0
 """Progress that much later than a statement of another log counts as after it: clocks and buffers differ."""
-STEPS_AFTER: Final = 2.0
-"""Progress must have advanced at least so far to speak of a recovery in the same log."""
+STEPS_AFTER: Final = 2
+"""So many steps must follow in the same log to speak of a recovery: one may only have been flushed late."""
 
 
 class Picture(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,22 +45,21 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
         return max(times, default=None)
 
     def recovered(self, finding: Finding) -> bool:
-        """Whether the job went on after this: progress in the same log, or clearly later in another one, or a good end."""
+        """Whether the job went on after this: more steps in the same log, or progress clearly later in another one, or a good end."""
         proof = finding.evidence[-1] if finding.evidence else None
-        mark = self.progress.get(proof.file) if proof and proof.file else None
-        if mark is not None and proof is not None:
-            before = float(finding.details.get("step", "-inf"))
-            if mark.evidence[0].offset > _last_offset(finding) and float(mark.details["number"]) != before:
-                return before == float("-inf") or float(mark.details["number"]) - before >= STEPS_AFTER
-            return self._ended_after(finding)
+        if proof is not None and proof.file in self.progress and "steps_after" in finding.details:
+            return int(finding.details["steps_after"]) >= STEPS_AFTER or self._ended_after(finding)
         at = finding.last_seconds or finding.time_seconds
         last = self.last_progress_seconds()
         if at is not None and last is not None and last > at + GRACE_SECONDS:
             return True
-        if at is None and last is not None and proof is not None:
-            # A log without times (dmesg with seconds since boot): it can only be judged by what the job did at the end.
-            return False
         return self._ended_after(finding)
+
+    def outlived_seconds(self, finding: Finding) -> float | None:
+        """How long after it the job still made progress; None when the times are not known."""
+        at = finding.last_seconds or finding.time_seconds
+        last = self.last_progress_seconds()
+        return None if at is None or last is None else last - at
 
     def _ended_after(self, finding: Finding) -> bool:
         proof = finding.evidence[-1] if finding.evidence else None
@@ -79,10 +78,6 @@ def _same_moment(end: Finding, finding: Finding) -> bool:
     if end.time_seconds is None or finding.time_seconds is None:
         return False
     return finding.time_seconds <= end.time_seconds + 30.0
-
-
-def _last_offset(finding: Finding) -> int:
-    return finding.evidence[-1].offset if finding.evidence else 0
 
 
 class _Who:

@@ -27,6 +27,8 @@ PLAIN: Final = 50
 SUPPORT: Final = 20
 """Weight from which a statement may explain a failure that other lines prove."""
 EVIDENCE_LINES: Final = 14
+OUTLIVED_SECONDS: Final = 60.0
+"""In a job that ends badly, a few more steps after a statement forgive nothing: the end may be its doing."""
 STICKY: Final = frozenset({"gpu.slowdown", "gpu.row_remap_failure", "gpu.lost", "gpu.silent_corruption"})
 """They do not go away because training goes on."""
 
@@ -49,9 +51,10 @@ class _Case:
         self.ruled_out: list[RuledOut] = []
         suspects = [finding for finding in picture.findings if finding.role in ("self", "accusation")]
         suspects = self._drop_announced(suspects)
+        self.echoes = [one for one in picture.findings if one.role == "follower" and not picture.recovered(one)]
+        self.ends_badly = bool(self.echoes) or any(not picture.recovered(one) for one in suspects)
         self.survived = [one for one in suspects if self._survived(one)]
         self.open = [one for one in suspects if one not in self.survived]
-        self.echoes = [one for one in picture.findings if one.role == "follower" and not picture.recovered(one)]
         self.failed = any(one.weight >= PLAIN for one in self.open) or any(
             echo.weight >= 3 and echo.severity != "info" for echo in self.echoes
         )
@@ -77,7 +80,10 @@ class _Case:
             return False
         if finding.severity == "critical" and finding.weight >= 85 and not self._well_after(finding):
             return False
-        return self.picture.recovered(finding)
+        if not self.picture.recovered(finding):
+            return False
+        outlived = self.picture.outlived_seconds(finding)
+        return not self.ends_badly or outlived is None or outlived >= OUTLIVED_SECONDS
 
     def _well_after(self, finding: Finding) -> bool:
         """Decisive hardware lines are forgiven only by a good while of progress, or by a job that ended well."""
@@ -212,6 +218,8 @@ class _Case:
                 rank = rank if rank is not None else one.subject.rank
                 pid = pid or one.subject.pid
                 gpu = gpu or one.subject.gpu
+        if rank is None and "file_rank" in root.details:
+            rank = int(root.details["file_rank"])
         return Culprit(node=subject.node, rank=rank, gpu=gpu, pid=pid)
 
     def _rank_of(self, node: str | None, pid: int | None) -> int | None:

@@ -238,6 +238,7 @@ def rank_suspects(candidates: Iterable[Finding], picture: Picture, echoes: list[
             not decisive,
             not in_first_moment,
             level(one) if in_first_moment else 0,
+            one.subject.node is None,
             one.role == "accusation",
             one.weight < 75,
             times[index],

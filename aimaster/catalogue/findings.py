@@ -105,8 +105,8 @@ class _OneLog:
         subject = self._subject(hit, groups, said_by)
         at = self._time(hit.stamp)
         last = self._time(read_stamp(hit.last_line)) if hit.last_line else None
-        if hit.step is not None:
-            groups["step"] = str(hit.step)
+        if self.scan.progress:
+            groups["steps_after"] = str(self.scan.steps_after(max(hit.offset, hit.last_offset)))
         return Finding(
             sign=sign.id,
             category=category,
@@ -148,10 +148,12 @@ class _OneLog:
         elif context.node and not hit.speaker.host:
             named = self.names.resolve(context.node)
         else:
-            named = said_by
+            named = None if hit.sign.where == "central" else said_by
         accuses = hit.sign.role == "accusation"
         pid = _number(groups.get("pid")) or (None if accuses else speaker.pid or context.pid or about.pid)
-        rank = _first(_number(groups.get("rank")), None if accuses else _first(speaker.rank, about.rank))
+        rank = _first(_number(groups.get("rank")), None if accuses else speaker.rank)
+        if rank is None and not accuses and about.rank is not None:
+            groups["file_rank"] = str(about.rank)  # a file's name is the weakest witness
         gpu = groups.get("gpu") or (None if accuses else speaker.gpu)
         return Subject(node=named, rank=rank, gpu=normal_gpu(gpu), pid=pid)
 

@@ -186,27 +186,24 @@ _NO_PROGRESS = re.compile(
 
 
 class Progress(NamedTuple):
-    """The last line in a piece of log that reports a finished step."""
+    """A line that reports a finished step."""
 
     at: int
-    """Where the line begins in that piece."""
+    """Where the line begins in its piece of log."""
     number: float
     line: bytes
-    lines: int
-    """How many such lines the piece holds."""
 
 
-def last_progress(piece: bytes) -> Progress | None:
-    """The last progress line of a piece of log, with the count of all of them."""
-    found: Progress | None = None
-    count = 0
+def read_progress(piece: bytes) -> list[Progress]:
+    """The progress lines of a piece of log."""
+    found = []
     at = 0
     for line in piece.splitlines(keepends=True):
-        hit = _PROGRESS.search(line[:400])
-        if hit is not None and not _NO_PROGRESS.search(line[:400]):
-            count += 1
-            number = float(next(group for group in hit.groups() if group is not None).rstrip(b".") or 0)
-            found = Progress(at, number, line.rstrip(), count)
+        head = line[:400]
+        hit = _PROGRESS.search(head)
+        if hit is not None and not _NO_PROGRESS.search(head):
+            number = next(group for group in hit.groups() if group is not None).strip(b".")
+            found.append(Progress(at, float(number or 0), line.rstrip()))
         at += len(line)
     return found
 

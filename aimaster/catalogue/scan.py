@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from aimaster.catalogue.blocks import OPENERS, Block
-from aimaster.catalogue.lines import Progress, Speaker, Stamp, last_progress, read_speaker, read_stamp, speaker_of_file
+from aimaster.catalogue.lines import Progress, Speaker, Stamp, read_progress, read_speaker, read_stamp, speaker_of_file
 from aimaster.catalogue.matcher import Catalogue, Compiled, read_groups
 from aimaster.catalogue.sign import Sign
 from aimaster.wire.health import Subject
@@ -49,8 +49,6 @@ class Hit(msgspec.Struct, kw_only=True):
     count: int = 1
     last_line: bytes = b""
     last_offset: int = 0
-    step: float | None = None
-    """Progress last reported before it in this file."""
 
 
 class ProgressMark(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +71,7 @@ class LogScan:
         self.hits: list[Hit] = []
         self.blocks: list[Block] = []
         self.progress: list[ProgressMark] = []
+        self.newest_steps: list[tuple[int, float]] = []
         self.hosts: dict[str, int] = {}
         self.dropped: dict[str, int] = {}
         self.bytes_read = 0
@@ -231,9 +230,6 @@ class LogScan:
             line=number,
             text=line[:KEPT_TEXT].decode(errors="replace").strip("\r\n"),
         )
-        if sign.kind == "sign" and sign.weight >= 20 and sign.role != "benign":
-            before = last_progress(self._window(chunk, start, PROGRESS_TAIL))
-            hit.step = before.number if before else (self.progress[-1].number if self.progress else None)
         self._seen[key] = hit
         self.hits.append(hit)
 
@@ -304,12 +300,15 @@ class LogScan:
 
     def _note_progress(self, chunk: bytes) -> None:
         piece = chunk[-PROGRESS_TAIL:]
-        found: Progress | None = last_progress(piece)
-        if found is None:
+        steps = read_progress(piece)
+        if not steps:
             return
+        found = steps[-1]
+        start = self.bytes_read + len(chunk) - len(piece)
+        self.newest_steps = [(start + step.at, step.number) for step in steps]
         mark = ProgressMark(
             stamp=self._progress_stamp(piece, found),
-            offset=self.bytes_read + len(chunk) - len(piece) + found.at,
+            offset=start + found.at,
             number=found.number,
             text=found.line[:KEPT_TEXT].decode(errors="replace"),
         )
@@ -317,6 +316,10 @@ class LogScan:
             self.progress[-1] = mark  # the first and the newest are enough
         else:
             self.progress.append(mark)
+
+    def steps_after(self, offset: int) -> int:
+        """How many different steps this log reports after a place, as far as its newest progress shows."""
+        return len({number for at, number in self.newest_steps if at > offset})
 
     def _progress_stamp(self, piece: bytes, found: Progress) -> Stamp | None:
         stamp = read_stamp(found.line)

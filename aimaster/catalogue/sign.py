@@ -45,7 +45,7 @@ class Sign(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     fault_of: FaultOf | None = None
     action: Action | None = None
     where: str = ""
-    """`kernel`: only in a kernel log line; empty: anywhere."""
+    """`kernel`: only in a kernel log line; `central`: said in a log of many nodes, so the log's own node is not meant; empty: anywhere."""
     opens: str = ""
     """Name of the block of lines that this line begins: traceback, torchrun, flight, describe …"""
     match: tuple[str, ...] = ()
