@@ -16,23 +16,18 @@ import msgspec
 from aimaster.wire.ids import Incarnation, MemberId
 from aimaster.wire.rollout import Offer
 from aimaster.wire.topology import Epoch, EpochProposal
-from aimaster.wire.training import Aborted, Fresh, Hosting, Reduced, Rehearsed, Turn, Word
+from aimaster.wire.training import Fresh, Hosting, Reduced, Rehearsed, Turn, Word
 from rl_runtime.controller import words
 from rl_runtime.controller.account import Account, next_chain
 from rl_runtime.controller.batches import Batch, make_batch, next_prompts, to_filter
 from rl_runtime.controller.errors import LedgerBrokenError
 from rl_runtime.controller.founding import Founder, NothingToRestoreError, choose, still_stands
 from rl_runtime.controller.joining import Joining
+from rl_runtime.controller.lapses import Change, Lapses
 from rl_runtime.controller.roll import Roll
 from rl_runtime.controller.seals import differing_seals, newest_offer
 from rl_runtime.controller.settings import ControllerSettings
-from rl_runtime.controller.trouble import (
-    SAME_DIGEST_TRIES,
-    SAME_MEMBERS_TRIES,
-    all_but_one,
-    minority,
-    named_by_evidence,
-)
+from rl_runtime.controller.trouble import all_but_one, minority
 from rl_runtime.records import Committed, EpochOpened, Finished, Record
 
 CHANGES_AT_ONCE = 1000
@@ -71,16 +66,9 @@ class Group:
         self.changes = 0
         """Rises with everything that may change somebody's word."""
         self._write_record = write
-        self._epoch_opened_at = now
+        self._lapses = Lapses(now)
         self._head_at = now
         """When the head came to be, as far as this controller knows."""
-        self._due: dict[MemberId, float] = {}
-        """Members of the epoch that are known to be dead, and when the epoch is opened without them at the latest."""
-        self._aborted_at: float | None = None
-        self._aborts = 0
-        """Epochs in a row that ended without a known death, at this step."""
-        self._differences = 0
-        """Epochs in a row whose digests differed, at this step."""
         self._expelled: set[tuple[MemberId, Incarnation]] = set()
         """Must drop their state and come back fresh."""
         self._cures = 0
@@ -94,21 +82,20 @@ class Group:
             turn.member in self.account.epoch.members
             and self.account.epoch.incarnations[turn.member] < turn.incarnation
         )
+        before = self.roll.seen.get(turn.member)
         if not self.roll.hear(turn, self.account.epoch.number, now):
             return
+        if before is None or before.turn.stage != turn.stage or before.turn.sealed != turn.sealed:
+            self.changes += 1  # somebody may be waiting for just this
         if newer:
             # Whoever started it anew knows of the death: there is no proposal to wait for.
-            self._due[turn.member] = now
+            self._lapses.note_death(turn.member, now)
         if isinstance(turn.stage, Fresh):
             self._expelled.discard((turn.member, turn.incarnation))
         if isinstance(turn.stage, Hosting) and turn.stage.epoch == self.account.epoch.number and self._is_first(turn):
             self.address = turn.stage.address
-        if (
-            isinstance(turn.stage, Aborted)
-            and turn.stage.epoch == self.account.epoch.number
-            and self._aborted_at is None
-        ):
-            self._aborted_at = now
+        if self.is_in(turn.member, turn.incarnation):
+            self._lapses.note_turn(turn, self.account.epoch.number, now)
         self._note_rehearsal(turn, now)
         self._compare_seals(turn, now)
         self.advance(now)
@@ -118,7 +105,7 @@ class Group:
         self.roll.bury(member, incarnation)
         epoch = self.account.epoch
         if member in epoch.members and epoch.incarnations[member] <= incarnation:
-            self._due.setdefault(member, now + self.settings.master_silence_seconds)
+            self._lapses.note_death(member, now + self.settings.master_silence_seconds)
         self.advance(now)
 
     def propose(self, proposal: EpochProposal, now: float) -> bool:
@@ -224,11 +211,13 @@ class Group:
                 f"step {deal.step}: the members' sums do not hold each share once; reduced again",
                 now,
             )
-            return self._try_again("the sums did not hold each share once", now)
+            self._follow(Change(cause="the sums did not hold each share once"), now)
+            return True
         digests = {member: vote.digest for member, vote in votes.items()}
         if len(set(digests.values())) > 1:
-            return self._differ(digests, now)
-        self._commit(next(iter(digests.values())), now)
+            self._follow(self._lapses.differing(digests, deal.step), now)
+        else:
+            self._commit(votes[epoch.members[0]].digest, now)
         return True
 
     def _commit(self, gradient_digest: str, now: float) -> None:
@@ -248,76 +237,18 @@ class Group:
         )
         self._new_head(now)
 
-    def _differ(self, digests: dict[MemberId, str], now: float) -> bool:
-        self._differences += 1
-        if self._differences <= SAME_DIGEST_TRIES:
-            return self._try_again("gradient digests differ", now)
-        leave = minority(digests)
-        who = ", ".join(leave)
-        self._find(
-            "reduction.differs",
-            f"gradient digests differed twice at step {self.account.head.step + 1}; {who} restore(s) a snapshot",
-            now,
-        )
-        self._leave_out(leave, f"gradient digests differed twice: {who}", now)
-        return True
-
     # -- epochs --------------------------------------------------------------------------------------------------------
 
     def _lapse(self, now: float) -> bool:
-        """Open the next epoch where a death, a lost state, an abort or silence calls for it."""
-        epoch = self.account.epoch
-        lost = [member for member in epoch.members if self._lost_state(member)]
-        if lost:
-            self._leave_out(lost, f"{', '.join(lost)} came back without state", now)
-            return True
-        if any(due <= now for due in self._due.values()):
-            self._leave_out(list(self._due), f"{', '.join(self._due)} died", now)
-            return True
-        if self._due or self.account.open_deal is None:
-            return False
-        if self._aborted_at is not None and now >= self._aborted_at + self.settings.abort_settle_seconds:
-            self._aborts += 1
-            if self._aborts > SAME_MEMBERS_TRIES:
-                self._leave_out([self._accused(now)], "the reduction failed again and again", now)
-                return True
-            return self._try_again("the reduction was aborted and no death is known", now)
-        silent = [member for member in epoch.members if self.spoke(member) is None]
-        patience = self.settings.group_timeout_seconds + self.settings.abort_settle_seconds
-        if self._aborts and silent and len(silent) < len(epoch.members) and now >= self._epoch_opened_at + patience:
-            self._find("member.silent", f"{', '.join(silent)}: silent since a failed reduction, left out", now)
-            self._leave_out(silent, f"{', '.join(silent)} silent after an aborted reduction", now)
-            return True
-        return False
+        change = self._lapses.change(self, now)
+        if change is not None:
+            self._follow(change, now)
+        return change is not None
 
-    def _lost_state(self, member: MemberId) -> bool:
-        """Whether a member of the epoch says, not for the first time by a late message, that it has no state."""
-        seen = self.roll.seen.get(member)
-        if (
-            seen is None
-            or not self.is_in(member, seen.turn.incarnation)
-            or not isinstance(seen.turn.stage, (Fresh, Rehearsed))
-        ):
-            return False
-        return seen.repeats > 1
-
-    def _accused(self, now: float) -> MemberId:
-        members = self.account.epoch.members
-        turns = {member: turn for member in members if (turn := self.spoke(member)) is not None}
-        over = {member: turn.stage for member, turn in turns.items() if isinstance(turn.stage, (Aborted, Reduced))}
-        silent = [member for member in members if member not in over]
-        accused = named_by_evidence(members, silent, {m: s.reason for m, s in over.items() if isinstance(s, Aborted)})
-        self._find(
-            "reduction.fails",
-            f"three reductions failed at step {self.account.head.step + 1}; going on without {accused}",
-            now,
-        )
-        return accused
-
-    def _try_again(self, cause: str, now: float) -> bool:
-        epoch = self.account.epoch
-        self._open_epoch(epoch.members, epoch.incarnations, cause, now)
-        return True
+    def _follow(self, change: Change, now: float) -> None:
+        if change.finding is not None:
+            self._find(*change.finding, now)
+        self._leave_out(change.leave, change.cause, now)
 
     def _leave_out(self, leave: Sequence[MemberId], cause: str, now: float) -> None:
         epoch = self.account.epoch
@@ -332,8 +263,8 @@ class Group:
             number=self.account.epoch.number + 1, members=members, incarnations=dict(incarnations), cause=cause
         )
         self._write(EpochOpened(epoch=epoch, at=now))
-        self.address, self._aborted_at, self._epoch_opened_at = "", None, now
-        self._due = {member: due for member, due in self._due.items() if member in members}
+        self.address = ""
+        self._lapses.begin_epoch(members, now)
         self.joining.cancel()
 
     def _found(self, now: float) -> bool:
@@ -445,7 +376,7 @@ class Group:
             return True
         coming = any(True for kind in (Fresh, Rehearsed) for _ in self.roll.waiting(kind, now))
         patience = self.settings.start_patience_seconds * (4 if coming else 1)
-        return now >= self._epoch_opened_at + patience
+        return now >= self._lapses.epoch_opened_at + patience
 
     def _finish(self, now: float) -> bool:
         account = self.account
@@ -458,7 +389,8 @@ class Group:
 
     def _new_head(self, now: float) -> None:
         self._head_at = now
-        self._batch, self._aborts, self._differences = None, 0, 0
+        self._batch = None
+        self._lapses.begin_step()
 
     # -- small things --------------------------------------------------------------------------------------------------
 
