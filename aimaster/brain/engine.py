@@ -113,7 +113,7 @@ def _member_vanished(d: Draft, event: MemberVanished) -> None:
     if member is None or member.incarnation != event.incarnation or d.state.ending is not None:
         return
     if member.state in LIVE or member.state == "finished":
-        incidents.death(d, event.member, verdicts.vanished(member, d.now, event.why), d.now, (), None)
+        incidents.death(d, event.member, verdicts.vanished(member, d.now, event.why), d.now)
         members.ask_for_port(d)
 
 

@@ -5,9 +5,8 @@ open -> (settle: an echo of somebody else's death waits for that death) -> decid
 
 from typing import Final
 
-from aimaster.brain import members
+from aimaster.brain import members, roots
 from aimaster.brain.draft import Draft
-from aimaster.brain.remedy import is_echo
 from aimaster.brain.state import Incident, Member, SubjectKind
 from aimaster.wire.health import Finding, Verdict
 from aimaster.wire.ids import IncidentId, MemberId
@@ -45,12 +44,18 @@ def open_incident(
 
 
 def death(
-    d: Draft, name: MemberId, verdict: Verdict, occurred_at: float, findings: tuple[Finding, ...], exit_code: int | None
+    d: Draft,
+    name: MemberId,
+    verdict: Verdict,
+    occurred_at: float,
+    *,
+    findings: tuple[Finding, ...] = (),
+    exit_code: int | None = None,
+    echo: bool = False,
 ) -> None:
     """A member died unasked: note it, find the incident it belongs to, and decide when there is nothing to wait for."""
     member = members.bury(d, name, exit_code)
     death_id = (name, member.incarnation)
-    echo = is_echo(roles=(finding.role for finding in findings))
     condemned = d.state.incidents.get(member.condemned_in) if member.condemned_in else None
     root = condemned or _root_of(d, member, occurred_at, echo=echo)
     if root is None:
@@ -96,6 +101,7 @@ def settled(d: Draft, name: IncidentId) -> None:
     """No other death explained the echo: it is the root itself, as far as anybody can tell."""
     incident = d.state.incidents.get(name)
     if incident is not None and incident.settle_at is not None:
+        d.incident(name, verdict=roots.of_echoes(incident, d.now))
         decide(d, name)
 
 

@@ -22,10 +22,11 @@ def is_node_lost(*, agent_silent: bool, members_heard: bool, controller_heard: b
     return agent_silent and not members_heard and (controller_heard or waited_long)
 
 
-def is_echo(*, roles: Iterable[str]) -> bool:
-    """Whether a death only speaks of somebody else's: it made statements, and all of them are followers'."""
+def is_echo(*, roles: Iterable[str], is_victim: bool, was_killed: bool) -> bool:
+    """Whether a death only speaks of somebody else's: its statements are all followers', or it gave way to a lost peer; a kill never does."""
     spoken = [role for role in roles if role != "benign"]
-    return bool(spoken) and all(role == "follower" for role in spoken)
+    follows = bool(spoken) and all(role == "follower" for role in spoken)
+    return (follows or is_victim) and not was_killed
 
 
 def may_restart_here(*, node_connected: bool, node_blamed: bool, other_node: bool) -> bool:

@@ -1,10 +1,9 @@
 """What the engine does with an agent's words: who is on the line, what lives there, and what its reports say."""
 
-from aimaster.brain import endings, incidents, members, verdicts
+from aimaster.brain import endings, incidents, members, roots, verdicts
 from aimaster.brain.draft import Draft
 from aimaster.brain.events import Send
-from aimaster.brain.remedy import may_kill_hung
-from aimaster.brain.roots import of_exit
+from aimaster.brain.remedy import is_echo, may_kill_hung
 from aimaster.brain.state import LIVE, Member, Node, SubjectKind
 from aimaster.wire import actions as orders
 from aimaster.wire.health import Finding, Subject, Verdict
@@ -198,7 +197,13 @@ def _exited(d: Draft, node: NodeId, event: MemberExited) -> None:
         d.member(event.member, state="finished" if finished else "stopped", exit_code=event.exit_code, suspicion=None)
         _left(d)
         return
-    incidents.death(d, event.member, of_exit(d.state, member, event), event.at, event.findings, event.exit_code)
+    verdict = roots.of_exit(d.state, member, event)
+    echo = is_echo(
+        roles=(finding.role for finding in event.findings if finding.kind == "sign"),
+        is_victim=roots.is_victim(verdict, event),
+        was_killed=roots.was_killed(event),
+    )
+    incidents.death(d, event.member, verdict, event.at, findings=event.findings, exit_code=event.exit_code, echo=echo)
     members.ask_for_port(d)
 
 

@@ -1,41 +1,64 @@
-"""The verdict on one member's exit, from its code, its signal and what its log said."""
+"""The verdict on one member's end: its own words and exit first, then what its node's hardware said of itself at the time."""
 
-from aimaster.brain.state import Member, State
-from aimaster.wire.health import Finding, Subject, Verdict, category
+from typing import Final
+
+from aimaster.brain.diagnose import diagnose, from_exit
+from aimaster.brain.state import Incident, Member, State
+from aimaster.wire.health import Verdict, category
 from aimaster.wire.messages import MemberExited
 
-SIGNAL_CATEGORIES = {4: "app.segfault", 7: "app.segfault", 8: "app.segfault", 11: "app.segfault"}
+NEAR_SECONDS: Final = 60.0
+"""Faults of a node's hardware this long around a death may explain it."""
+KILLED: Final = frozenset({137, -9})
+"""Exit codes that stand for SIGKILL."""
 
 
 def of_exit(state: State, member: Member, event: MemberExited) -> Verdict:
-    """Its own strongest statement names the category; without one, the signal does; without both it is unknown."""
-    own = [finding for finding in event.findings if finding.role == "self"]
-    strongest = max(own, key=lambda finding: finding.weight, default=None)
-    rank = state.plan.members[member.member].rank
-    subject = Subject(node=member.node, rank=rank, pid=event.process.pid if event.process else None)
-    name = strongest.category if strongest else _by_signal(event.signal)
-    row = category(name)
-    how = f"signal {event.signal}" if event.signal else f"exit code {event.exit_code}"
-    return Verdict(
-        category=name,
-        culprit=subject,
-        fault_of=(strongest.fault_of if strongest else None) or row.fault_of,
-        action=(strongest.action if strongest else None) or row.action,
-        confidence=0.9 if strongest or event.signal else 0.3,
-        summary=f"{member.member} on {member.node} ended with {how}: {name}{_said(strongest)}",
-        advice=row.advice,
-        traceback=strongest.traceback if strongest else "",
-        time_seconds=event.at,
-        evidence=strongest.evidence if strongest else (),
+    """What ended the member."""
+    own = from_exit(
+        member.member,
+        member.node,
+        _rank(state, member),
+        event.process.pid if event.process is not None else None,
+        event.exit_code,
+        event.signal,
+        event.findings,
+        log_tail="\n".join(event.log_tail),
+        now=event.at,
     )
+    hardware = [
+        finding
+        for finding in state.findings
+        if category(finding.category).fault_of == "hardware"
+        and finding.role == "self"
+        and member.node in (finding.node, finding.subject.node)
+        and finding.time_seconds is not None
+        and abs(finding.time_seconds - event.at) <= NEAR_SECONDS
+    ]
+    if hardware:
+        whole = diagnose((*hardware, *event.findings), event.at)
+        if whole.fault_of == "hardware":
+            return whole
+    return own
 
 
-def _by_signal(number: int | None) -> str:
-    if number is None:
-        return "unknown"
-    return SIGNAL_CATEGORIES.get(number, "process.killed")
+def of_echoes(incident: Incident, now: float) -> Verdict:
+    """What the statements of several dead tell together when none of them is the root by itself; else the first one's verdict."""
+    whole = diagnose(incident.findings, now)
+    return incident.verdict if whole.category in ("benign", "unknown") else whole
 
 
-def _said(finding: Finding | None) -> str:
-    lines = [evidence.text for evidence in finding.evidence if evidence.text] if finding else []
-    return f" ({lines[-1]})" if lines else ""
+def is_victim(verdict: Verdict, event: MemberExited) -> bool:
+    """Whether it ended because a peer was gone: by an exit code, and not even its own verdict is about itself."""
+    return verdict.category == "process.killed" and event.signal is None and event.exit_code not in KILLED
+
+
+def was_killed(event: MemberExited) -> bool:
+    """SIGKILL comes from outside, whatever its log said before."""
+    return event.signal == 9 or event.exit_code in KILLED
+
+
+def _rank(state: State, member: Member) -> int | None:
+    """Its global rank where it has one; a wrapped launcher's ranks are named by its log."""
+    spec = state.plan.members[member.member]
+    return spec.rank if member.role == "policy" or "RANK" in spec.env else None

@@ -71,7 +71,7 @@ def test_a_users_exception_stops_the_job_at_once(rl):
     rl.die("rollout-0", signal=None, exit_code=1, findings=(finding("app.exception", text="ValueError: bad reward"),))
     assert {node for node, _ in orders(rl, StopNode)} == {"node-0", "node-1"}
     assert rl.state.phase == "failed"
-    assert "app.exception" in rl.state.ending.reason
+    assert "raised an exception" in rl.state.ending.reason
     assert the_incident(rl).action == "stop_job"
     assert ("rollout-0", 1) not in rl.started()
 

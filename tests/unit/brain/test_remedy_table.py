@@ -52,8 +52,10 @@ def test_a_node_is_lost_only_when_nobody_on_it_is_heard(case):
     ],
 )
 def test_an_echo_speaks_only_of_others(roles, echo):
-    """A death with followers' statements only is an echo; one that says nothing, or speaks of itself, is none."""
-    assert remedy.is_echo(roles=roles) is echo
+    """A death with followers' statements only, or of a victim, is an echo; one that says nothing or speaks of itself is none, a kill never."""
+    assert remedy.is_echo(roles=roles, is_victim=False, was_killed=False) is echo
+    assert remedy.is_echo(roles=roles, is_victim=True, was_killed=False)
+    assert not remedy.is_echo(roles=roles, is_victim=True, was_killed=True)
 
 
 @pytest.mark.parametrize("case", list(itertools.product(BOTH, repeat=3)))
