@@ -68,6 +68,8 @@ class Node:
         self._memory = places.node_memory(plan.run_id, node)
         self._ending = asyncio.Event()
         self._stopping = False
+        self._stop_lock = asyncio.Lock()
+        """The front's end and the master's order may both stop the node: the second waits for the first to be through."""
         self._remove_memory = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._deaths: dict[tuple[str, bool], int] = {}
@@ -226,8 +228,9 @@ class Node:
     async def _stop_all(self, grace_seconds: float) -> None:
         self._stopping = True
         self._trainer.refuse("this node is being stopped")
-        await asyncio.gather(self._keeper.flush_newest(), self._trainer.stop_all(grace_seconds))
-        await self._keeper.flush_newest()  # what was sealed while they stopped
+        async with self._stop_lock:
+            await asyncio.gather(self._keeper.flush_newest(), self._trainer.stop_all(grace_seconds))
+            await self._keeper.flush_newest()  # what was sealed while they stopped
 
     # -- for orders --------------------------------------------------------------------------------------------------
 

@@ -276,12 +276,23 @@ class Trainer:
             for number in (signal.SIGTERM, signal.SIGCONT):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(member.process.pid, number)
-            deadline = time.monotonic() + grace_seconds
-            while time.monotonic() < deadline:
-                if not await asyncio.to_thread(shim.tree, member.process.pid, member.ordered.cookie):
-                    break
-                await asyncio.sleep(0.05)
+            await self._await_tree(member.process.pid, member.ordered.cookie, grace_seconds)
         await self.end_tree(member)
+
+    async def _await_tree(self, leader: int, cookie: str, grace_seconds: float) -> None:
+        """Until nothing of the tree is left, or the grace is over. What a leader left behind in other sessions is asked to end too."""
+        asked = False
+        deadline = time.monotonic() + grace_seconds
+        while time.monotonic() < deadline:
+            left = await asyncio.to_thread(shim.tree, leader, cookie)
+            if not left:
+                return
+            if leader not in left and not asked:
+                asked = True
+                for pid in left:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.kill(pid, signal.SIGTERM)
+            await asyncio.sleep(0.05)
 
     async def stop_all(self, grace_seconds: float) -> None:
         """Stop all members side by side."""
