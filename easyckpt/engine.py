@@ -29,7 +29,7 @@ from easyckpt.lineage import History, advance, begin
 from easyckpt.saver import Saver
 from easyckpt.sidecar import Settings, Sidecar
 from easyckpt.sources import Candidate
-from easyckpt.storage import list_manifests, open_storage
+from easyckpt.storage import open_storage
 
 WAIT_SECONDS = 600.0
 CLOSE_SECONDS = 300.0
@@ -311,10 +311,8 @@ class Checkpointer:
         )
 
     def _newest_known(self) -> Version | None:
-        known = [segment.header.version for segment in shm.scan(self.folder) if segment.header.role == self.role]
-        if self._storage is not None:
-            known += [record.version for record in list_manifests(self._storage, self.role)]
-        return max(known, default=None)
+        """Of this member, from before: a step is whole only with this rank's part, and this rank has saved nothing yet."""
+        return max((candidate.version for candidate in self.candidates(member=self.member)), default=None)
 
     def _after_seal(self, path: Path, header: SegmentHeader) -> None:
         """Runs on the saving thread."""

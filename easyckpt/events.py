@@ -18,6 +18,7 @@ Kind = Literal[
     "save_skipped",
     "save_failed",
     "save_waited",
+    "save_exposed",
     "tensor_moved",
     "flush_committed",
     "flush_failed",
@@ -33,6 +34,7 @@ Kind = Literal[
 ]
 _LEVELS: dict[str, int] = {
     "save_skipped": logging.WARNING,
+    "save_exposed": logging.INFO,
     "save_failed": logging.ERROR,
     "tensor_moved": logging.WARNING,
     "flush_failed": logging.ERROR,

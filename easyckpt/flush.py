@@ -14,7 +14,7 @@ from pathlib import Path
 
 from easyckpt import digest, manifest, retain, shm
 from easyckpt.digest import StreamCheck
-from easyckpt.errors import AlreadyFlushed, BadSegment, EasyckptError, StorageError
+from easyckpt.errors import AlreadyFlushed, EasyckptError, Torn, Unsealed
 from easyckpt.events import Event, Events
 from easyckpt.layout import Rewind, Version
 from easyckpt.manifest import Manifest, Shard
@@ -32,7 +32,7 @@ def flush_segment(
     *,
     pin_seconds: float = PIN_SECONDS,
 ) -> Manifest:
-    """Commits the segments of all ranks of one member at one step. Raises StorageError, BadSegment or AlreadyFlushed.
+    """Commits the segments of all ranks of one member at one step. Raises StorageError, Corrupt, Torn, AlreadyFlushed.
 
     Nothing that was committed before is touched; a failed flush leaves no manifest.
     """
@@ -43,8 +43,9 @@ def flush_segment(
     if target.read_manifest(folder) is not None:
         raise AlreadyFlushed(f"{folder} is on storage already; nothing was written")
     with contextlib.ExitStack() as stack:
+        # First all pins, then a look at all: a step of which one part went meanwhile must not hold up the other ranks.
         for segment in segments:
-            stack.enter_context(shm.pinned(segment.path, pin_seconds))
+            stack.enter_context(_pinned(segment, pin_seconds))
         opened = [stack.enter_context(_reopen(segment)) for segment in segments]
         shards = [_write(fd, segment, target, folder) for fd, segment in zip(opened, segments, strict=True)]
         record = manifest.of([segment.header for segment in segments], shards)
@@ -92,7 +93,7 @@ class Flusher:
         self._flushed: set[Version] | None = None
 
     def flush_newest(self, *, marked_only: bool = True) -> Manifest | None:
-        """One step, if there is one to flush (marked for it, or any). Raises StorageError or BadSegment after saying so as an event."""
+        """One step, if there is one to flush (marked for it, or any). Raises what went wrong after saying so as an event."""
         if self._flushed is None:
             self._flushed = {record.version for record in list_manifests(self._storage, self._role)}
         chosen = newest_to_flush(shm.scan(self._folder), self._role, list(self._flushed), marked_only=marked_only)
@@ -105,9 +106,9 @@ class Flusher:
         except AlreadyFlushed:
             self._flushed.add((lineage, step))
             return None
-        except FileNotFoundError:
+        except Torn:
             return None  # overwritten or removed meanwhile: the next call sees the newer one
-        except (StorageError, BadSegment) as error:
+        except (EasyckptError, OSError) as error:
             self._events.emit(Event(kind="flush_failed", text=str(error), lineage=lineage, step=step, tier="storage"))
             raise
         self._flushed.add(record.version)
@@ -189,12 +190,24 @@ def _check_whole(segments: Sequence[Segment]) -> None:
 
 
 @contextlib.contextmanager
+def _pinned(segment: Segment, seconds: float) -> Iterator[None]:
+    try:
+        mark = shm.pin(segment.path, deadline=seconds)
+    except (FileNotFoundError, Unsealed) as error:
+        raise Torn(f"{segment.path} was overwritten or removed before it was pinned") from error
+    try:
+        yield
+    finally:
+        shm.unpin(mark)
+
+
+@contextlib.contextmanager
 def _reopen(segment: Segment) -> Iterator[int]:
     """The pinned file, proven to hold still what was chosen."""
     fd = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if not shm.is_same(fd, segment):
-            raise FileNotFoundError(f"{segment.path} was overwritten before it was pinned")
+            raise Torn(f"{segment.path} was overwritten before it was pinned")
         yield fd
     finally:
         os.close(fd)

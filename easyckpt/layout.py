@@ -226,7 +226,8 @@ def encode(header: SegmentHeader, prefix_bytes: int | None = None) -> bytes:
 
 def room_for(header: SegmentHeader) -> int:
     """Bytes to keep before the tensors, so that counters and small state in the header may grow between saves."""
-    needed = len(encode(header))
+    # Blank digests are left out of the JSON, so the room is measured with full ones.
+    needed = len(encode(with_digests(header, dict.fromkeys((entry.name for entry in header.tensors), "f" * 32))))
     return _pages(needed + max(PAGE_BYTES // 2, needed // 8))
 
 

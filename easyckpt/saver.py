@@ -92,11 +92,13 @@ class Saver:
 
     def claim(self, header: SegmentHeader) -> Slot | None:
         """A slot that is ours to write; None when every one must stay."""
-        chosen = retain.choose_slot(self._own_states(header), self._other_states())
+        own = self._own_states(header)
+        chosen = retain.choose_slot(own, self._other_states())
         if chosen is None:
             self._skip(header, "no slot is free: one is being copied away, or holds the only whole step")
             return None
         slot = self._slots[chosen]
+        self._tell_exposed([state.version for state in own if state.version is not None], slot.version)
         try:
             slot.fit(layout.room_for(header), header.data_bytes)
             slot.claim()
@@ -183,6 +185,13 @@ class Saver:
             )
             (later if waits else now).append(leaf)
         return now, later
+
+    def _tell_exposed(self, held: list[Version], going: Version | None) -> None:
+        """While a slot is copied away, the newest step is overwritten in the other: until the seal, memory falls back further than one step."""
+        left = [version for version in held if version != going]
+        if going is not None and left and max(left) < going:
+            text = f"step {going[1]} is overwritten while step {max(left)[1]} is copied away: until the seal, memory holds that one"
+            self._tell("save_exposed", max(left), text=text)
 
     def _skip(self, header: SegmentHeader, text: str) -> None:
         self._tell("save_skipped", header.version, text=text)

@@ -24,6 +24,7 @@ from easyckpt.flush import Flusher
 
 NICENESS = 10
 IDLE_SECONDS = 30.0
+READ_SECONDS = 5.0
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +66,7 @@ class Sidecar:
         """True if it had to be started."""
         if self.is_alive():
             return False
+        self._release()
         package_root = str(Path(__file__).resolve().parent.parent)
         paths = [package_root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         self._process = subprocess.Popen(
@@ -102,12 +104,20 @@ class Sidecar:
             process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
             return False
-        if self._reader is not None:
-            self._reader.join(timeout_seconds)
-        if process.stdout is not None:
-            process.stdout.close()
-        self._process = None
+        self._release()
         return True
+
+    def _release(self) -> None:
+        """Closes the pipes of a helper that has ended, after its last words were read."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if self._reader is not None and self._reader is not threading.current_thread():
+            self._reader.join(READ_SECONDS)
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
 
     def _read(self, process: subprocess.Popen[bytes]) -> None:
         out = process.stdout

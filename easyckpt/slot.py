@@ -7,6 +7,7 @@ of another size gets a new file under the same name.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from pathlib import Path
@@ -103,7 +104,9 @@ class Slot:
     def close(self) -> None:
         """Lets go of the file, which stays."""
         if self._memory is not None:
-            self._memory.close()
+            # After an error its frames may still hold a view: the mapping then ends with them.
+            with contextlib.suppress(BufferError):
+                self._memory.close()
             self._memory = None
         if self._fd >= 0:
             os.close(self._fd)

@@ -132,7 +132,7 @@ class FolderStorage:
     def read_manifest(self, folder: str) -> bytes | None:
         try:
             return (self.root / folder / FILE_NAME).read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
     def open_shard(self, folder: str, name: str) -> Reader:
