@@ -1,7 +1,5 @@
 """`aimaster serve`: the master of one run folder, by itself."""
 
-import os
-import sys
 from pathlib import Path
 
 import click
@@ -23,6 +21,4 @@ def serve(run_dir: Path, port: int, front_pid: int | None) -> int:
     # asyncio and aiohttp take a quarter of a second to import; nobody else needs them.
     from aimaster.master.serve import main
 
-    sys.stdout.flush()
-    code = main(run_dir, port=port, front_pid=front_pid if front_pid is not None else None)
-    return code if isinstance(code, int) else os.EX_OK
+    return main(run_dir, port=port, front_pid=front_pid)
