@@ -7,19 +7,18 @@ import argparse
 import asyncio
 import json
 import os
+import signal
+import statistics
 import tempfile
 import time
 from pathlib import Path
 
-from tests.flow.agent_master import BEATING, Master, Run, member
+import msgspec
 
-DEFAULT_PACE = (
-    "AIMASTER_AGENT__PROGRESS_SECONDS",
-    "AIMASTER_AGENT__LOOK_SECONDS",
-    "AIMASTER_AGENT__PULSE_SECONDS",
-    "AIMASTER_AGENT__SENSOR_SECONDS",
-    "AIMASTER_AGENT__RECONNECT_SECONDS",
-)
+from agents.config import ENV_PREFIX, Pace
+from tests.flow.agent_master import BEATING, Master, Run, member, until
+
+DEFAULT_PACE = {f"{ENV_PREFIX}{field.name.upper()}": str(field.default) for field in msgspec.structs.fields(Pace)}
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
@@ -47,7 +46,7 @@ async def measure(seconds: float, members: int, settle_seconds: float = 3.0) -> 
     with tempfile.TemporaryDirectory() as folder:
         run = Run(Path(folder) / "run")
         try:
-            agent = run.agent(**dict(zip(DEFAULT_PACE, ("0.25", "1", "1", "5", "2"), strict=True)))
+            agent = run.agent(**DEFAULT_PACE)
             async with Master(run) as master:
                 for number in range(members):
                     await master.start("node-0", member(f"rollout-{number}", BEATING, role="rollout"))
@@ -69,12 +68,42 @@ async def measure(seconds: float, members: int, settle_seconds: float = 3.0) -> 
             run.close()
 
 
+async def measure_deaths(kills: int) -> dict[str, float]:
+    """Kill one member again and again under an agent of default pace."""
+    reports, notices = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(Path(folder) / "run")
+        try:
+            run.agent(**DEFAULT_PACE)
+            async with Master(run) as master:
+                for incarnation in range(kills):
+                    started = await master.start("node-0", member("rollout-0", BEATING, role="rollout"), incarnation)
+                    killed_at = time.monotonic()
+                    os.kill(started.process.pid, signal.SIGKILL)
+                    await until(lambda count=incarnation + 1: len(master.deaths) >= count)
+                    notices.append(time.monotonic() - killed_at)
+                    await master.ended("rollout-0", incarnation)
+                    reports.append(time.monotonic() - killed_at)
+        finally:
+            run.close()
+    return {
+        "notice_ms_median": round(1000 * statistics.median(notices), 1),
+        "notice_ms_worst": round(1000 * max(notices), 1),
+        "report_ms_median": round(1000 * statistics.median(reports), 1),
+        "report_ms_worst": round(1000 * max(reports), 1),
+        "kills": kills,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--members", type=int, default=3)
+    parser.add_argument("--kills", type=int, default=30)
     options = parser.parse_args()
     figures = asyncio.run(measure(options.seconds, options.members))
+    if options.kills:
+        figures |= asyncio.run(measure_deaths(options.kills))
     for name, value in figures.items():
         print(f"{name:<16} {value}")
     print(json.dumps(figures))
