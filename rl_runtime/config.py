@@ -230,9 +230,13 @@ def _grpo(job: JobSettings) -> GrpoSettings:
     }
     for key, (value, only) in asked_in_vain.items():
         if value != only:
-            raise UnsupportedSettingError(f"{key} = {value!r}: this runtime does not do that; set {only!r} or leave it out")
+            raise UnsupportedSettingError(
+                f"{key} = {value!r}: this runtime does not do that; set {only!r} or leave it out"
+            )
     if job.rollout.sampling_config.top_k not in (-1, 0):
-        raise UnsupportedSettingError("rollout.sampling_config.top_k: this runtime samples from all tokens; leave it out")
+        raise UnsupportedSettingError(
+            "rollout.sampling_config.top_k: this runtime samples from all tokens; leave it out"
+        )
     return grpo
 
 

@@ -57,7 +57,9 @@ def mean_reward(
         for number, row in [waiting.pop() for _ in range(min(free, len(waiting)))]:
             prompt = tuple(tokenizer.encode(row["prompt"]))
             engine.add(
-                Request(key=str(number), prompt_tokens=prompt, seed=choice.seed + number, most_tokens=choice.most_tokens)
+                Request(
+                    key=str(number), prompt_tokens=prompt, seed=choice.seed + number, most_tokens=choice.most_tokens
+                )
             )
         finished = engine.step()
         for generation in finished:

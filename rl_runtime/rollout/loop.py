@@ -189,9 +189,7 @@ class RolloutLoop:
         self._leases[lease.lease_id] = lease
         self._streamed[lease.lease_id] = len(lease.prefix.tokens)
         self._engine.add(
-            Request(
-                key=lease.lease_id, prompt_tokens=prompt, prefix=lease.prefix, seed=lease.seed, most_tokens=most
-            )
+            Request(key=lease.lease_id, prompt_tokens=prompt, prefix=lease.prefix, seed=lease.seed, most_tokens=most)
         )
 
     def _hand_to_desk(self, generation: Generation) -> None:
