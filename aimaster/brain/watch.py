@@ -194,6 +194,8 @@ def waited_for(pulse: ControllerPulse) -> set[MemberId]:
 
 
 def _of_incident(state: State, view: View, incident: Incident) -> Iterator[Event]:
+    if state.regroup is not None and state.regroup.incident == incident.incident:
+        return  # those that still run are being stopped: nobody is back before all are started together
     who = [state.members[name] for name in incident.members if name in state.members]
     back = [at for member in who if (at := _back_at(state, view, member)) is not None]
     if incident.kind in ("agent", "master"):
