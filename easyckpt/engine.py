@@ -140,6 +140,7 @@ class Checkpointer:
         self._flushed: Version | None = None
         self._wanted: Version | None = None
         self._history = History()
+        self._captured: snapshot.Capture | None = None
         self._saves = 0
         self._closed = False
         gate.watch(self)
@@ -165,7 +166,8 @@ class Checkpointer:
         self._must_be_open()
         started = time.monotonic()
         self._saver.settle(WAIT_SECONDS)
-        captured = snapshot.capture(state)
+        captured = snapshot.capture(state, self._captured)
+        self._captured = msgspec.structs.replace(captured, tensors=())
         if self._saves == 0 and lineage is None:
             self._history = begin(self._history, self._newest_known())
         history = advance(self._history, step, lineage)

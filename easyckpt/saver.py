@@ -21,7 +21,7 @@ import msgspec
 from easyckpt import gate, layout, retain, shm, snapshot
 from easyckpt.errors import NotReady, Pinned, SaveFailed
 from easyckpt.events import Event, Events, Kind
-from easyckpt.layout import SegmentHeader, SegmentName, Version
+from easyckpt.layout import SegmentHeader, SegmentName, TensorEntry, Version
 from easyckpt.retain import SlotState
 from easyckpt.slot import Slot
 from easyckpt.snapshot import Capture, Copy, Leaf
@@ -73,6 +73,7 @@ class Saver:
         names = [msgspec.structs.replace(name, slot=slot) for slot in range(slots)]
         self._slots = [Slot(folder / str(one)) for one in names]
         self._restless: set[str] = set()
+        self._room: tuple[tuple[TensorEntry, ...], int, int] = ((), 0, 0)
         self._begun = 0
         self._job: Job | None = None
         self._idle = threading.Event()
@@ -100,7 +101,7 @@ class Saver:
         slot = self._slots[chosen]
         self._tell_exposed([state.version for state in own if state.version is not None], slot.version)
         try:
-            slot.fit(layout.room_for(header), header.data_bytes)
+            slot.fit(self._room_for(header), header.data_bytes)
             slot.claim()
         except Pinned as error:
             self._skip(header, str(error))
@@ -150,6 +151,15 @@ class Saver:
         self._thread.join(timeout_seconds)
         for slot in self._slots:
             slot.close()
+
+    def _room_for(self, header: SegmentHeader) -> int:
+        """As `layout.room_for`, measured anew only when the tensors differ or the rest has grown by much."""
+        extra_bytes = len(msgspec.json.encode((header.extra, header.chain, header.rewinds)))
+        tensors, measured_bytes, room = self._room
+        if header.tensors is not tensors or abs(extra_bytes - measured_bytes) > layout.PAGE_BYTES // 8:
+            room = layout.room_for(header)
+            self._room = (header.tensors, extra_bytes, room)
+        return room
 
     def _own_states(self, header: SegmentHeader) -> list[SlotState]:
         held = shm.pinned_names(self._folder)

@@ -22,7 +22,8 @@ _JSON_INT_LIMIT = 1 << 63
 
 def part(key: object) -> str:
     """One part of a path: "/" and "~" inside a key are written as JSON pointers write them."""
-    return str(key).replace("~", "~0").replace("/", "~1")
+    text = str(key)
+    return text.replace("~", "~0").replace("/", "~1") if "/" in text or "~" in text else text
 
 
 def join(path: Path) -> str:
@@ -32,6 +33,8 @@ def join(path: Path) -> str:
 def encode(value: Any, leaf: Callable[[Path, Any], Any], path: Path = ()) -> Any:
     """JSON for `value`. `leaf` is asked first: it returns a replacement for what it takes (a tensor), a new value to go on with, or `value`."""
     value = leaf(path, value)
+    if type(value) is TensorAt:
+        return {"$tensor": value.name}
     match value:
         case None | bool() | str():
             return value
@@ -39,8 +42,6 @@ def encode(value: Any, leaf: Callable[[Path, Any], Any], path: Path = ()) -> Any
             return int(value) if -_JSON_INT_LIMIT <= value < _JSON_INT_LIMIT else {"$int": str(value)}
         case float():
             return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
-        case TensorAt():
-            return {"$tensor": value.name}
         case Mapping():
             return _encode_mapping(value, leaf, path)
         case list():
@@ -89,13 +90,17 @@ def decode(document: Any, tensor: Callable[[str], Any]) -> Any:
 
 
 def _encode_mapping(value: Mapping[Any, Any], leaf: Callable[[Path, Any], Any], path: Path) -> Any:
-    parts = [part(key) for key in value]
-    if len(set(parts)) != len(parts):
-        raise Unsupported(
-            f"state[{join(path)!r}] has keys that read the same ({sorted(parts)}); nothing was saved. Rename one"
-        )
-    items = [(key, encode(item, leaf, (*path, name))) for name, (key, item) in zip(parts, value.items(), strict=True)]
-    if all(isinstance(key, str) and not key.startswith("$") for key in value):
+    items: list[tuple[Any, Any]] = []
+    parts: set[str] = set()
+    plain = True
+    for key, item in value.items():
+        name = part(key)
+        if name in parts:
+            raise Unsupported(f"state[{join(path)!r}] has two keys that read {name!r}; nothing was saved. Rename one")
+        parts.add(name)
+        plain = plain and type(key) is str and key[:1] != "$"
+        items.append((key, encode(item, leaf, (*path, name))))
+    if plain:
         return dict(items)
     for key in value:
         if not isinstance(key, str | int | float | bool | None):

@@ -74,7 +74,7 @@ def test_paths_of_tensors_cannot_collide():
         ({"a": Point(1)}, "a"),
         ({"f": print}, "f"),
         ({(1, 2): 3}, "key"),
-        ({1: 2, "1": 3}, "read the same"),
+        ({1: 2, "1": 3}, "read '1'"),
     ],
 )
 def test_what_cannot_be_saved_is_refused_by_its_path(state, named):
