@@ -26,7 +26,7 @@ from rl_runtime.controller.joining import Joining
 from rl_runtime.controller.lapses import Change, Lapses
 from rl_runtime.controller.roll import Roll
 from rl_runtime.controller.seals import differing_seals, newest_offer
-from rl_runtime.controller.settings import ControllerSettings
+from rl_runtime.controller.settings import ControllerSettings, flusher
 from rl_runtime.controller.trouble import all_but_one, minority
 from rl_runtime.records import Committed, EpochOpened, Finished, Record
 
@@ -72,6 +72,8 @@ class Group:
         self._expelled: set[tuple[MemberId, Incarnation]] = set()
         """Must drop their state and come back fresh."""
         self._cures = 0
+        self._term = 0
+        """Newest of a master that proposed."""
         self._batch: Batch | None = None
 
     # -- what happens --------------------------------------------------------------------------------------------------
@@ -109,10 +111,11 @@ class Group:
         self.advance(now)
 
     def propose(self, proposal: EpochProposal, now: float) -> bool:
-        """The master wants an epoch without some; False when it speaks of an epoch that is past."""
+        """The master wants an epoch without some; False when it speaks of an epoch that is past, or is itself of the past."""
         self.advance(now)
-        if proposal.replaces != self.account.epoch.number:
+        if proposal.replaces != self.account.epoch.number or proposal.term < self._term:
             return False
+        self._term = proposal.term
         leave = [member for member in proposal.leave if member in self.account.epoch.members]
         if leave:
             self._leave_out(leave, proposal.cause, now)
@@ -422,12 +425,3 @@ class Group:
     def _write(self, record: Record) -> None:
         self._write_record(record)
         self.changes += 1
-
-
-def flusher(settings: ControllerSettings, step: int, members: Sequence[MemberId]) -> MemberId | None:
-    """Return the member that writes its snapshot of this step to storage; they take turns."""
-    if step >= settings.steps:
-        return members[0]
-    if not settings.flush_every or step % settings.flush_every:
-        return None
-    return members[step // settings.flush_every % len(members)]

@@ -1,10 +1,12 @@
 """What the controller takes from the job's configuration, in one small frozen record, and what follows from it."""
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 
 from aimaster.settings import GrpoSettings, JobSettings
+from aimaster.wire.ids import MemberId
 from rl_runtime.controller.errors import ConfigurationError
 
 
@@ -152,6 +154,15 @@ def learning_rate(settings: ControllerSettings, step: int) -> float:
         return peak
     gone = (step - begin) / (settings.steps - begin)
     return peak * (settings.min_rate_factor + (1.0 - settings.min_rate_factor) * _left(settings.decay_type, gone))
+
+
+def flusher(settings: ControllerSettings, step: int, members: Sequence[MemberId]) -> MemberId | None:
+    """Return the member that writes its snapshot of this step to storage; they take turns."""
+    if step >= settings.steps:
+        return members[0]
+    if not settings.flush_every or step % settings.flush_every:
+        return None
+    return members[step // settings.flush_every % len(members)]
 
 
 def _left(decay_type: str, gone: float) -> float:
