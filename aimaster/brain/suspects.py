@@ -58,6 +58,7 @@ def refine(picture: Picture) -> list[Finding]:
     """Findings whose meaning depends on others get it: repeated Xids, recovery actions, contained errors, votes."""
     findings = list(picture.findings)
     findings = _recovery_actions(findings)
+    findings = _came_back(findings)
     findings = _repeated_faults(findings)
     findings = _contained(findings)
     findings = _file_server_back(findings, picture)
@@ -84,6 +85,20 @@ def _recovery_actions(findings: list[Finding]) -> list[Finding]:
         and one.fault_of in ("hardware", "platform")
         and one.category.startswith("gpu.")
         and one.category != "gpu.ecc_contained"
+        else one
+        for one in findings
+    ]
+
+
+def _came_back(findings: list[Finding]) -> list[Finding]:
+    """RDMA trouble with the same peer that returns: the second rung at once."""
+    moments: dict[str | None, set[int]] = defaultdict(set)
+    for one in findings:
+        if one.category == "net.rdma_error" and one.role == "accusation" and one.time_seconds is not None:
+            moments[one.subject.node].add(int(one.time_seconds // 300))
+    return [
+        msgspec.structs.replace(one, action="reform_without")
+        if one.category == "net.rdma_error" and len(moments[one.subject.node]) > 2
         else one
         for one in findings
     ]
@@ -306,6 +321,10 @@ def explains(cause: Finding, symptom: Finding) -> bool:
     if cause.category == symptom.category or cause.weight < 40:
         return False
     prefixes = _EXPLAINED_BY.get(symptom.category)
+    if cause.category == "node.lost" and cause.weight < 65 and symptom.role == "self":
+        return False
+    if symptom.category == "node.lost" and symptom.weight < 65 and cause.role == "self":
+        prefixes = ("app.", "data.", "serve.", "gpu.", "node.", "net.", "process.killed")  # "is dead" of a replica, not of a host
     if prefixes is None or not cause.category.startswith(prefixes):
         return False
     if cause.subject.node != symptom.subject.node and symptom.node != cause.subject.node:

@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from aimaster.catalogue.matcher import Catalogue, Match
-from aimaster.catalogue.sign import RuleError, Sign, read_signs, retryable_signs
+from aimaster.catalogue.sign import RuleError, Sign, check_pattern, read_signs, retryable_signs
 from aimaster.catalogue.xid import Xid, XidTable, load_xids
 
 __all__ = ["Catalogue", "Match", "RuleError", "Sign", "Xid", "XidTable", "load", "load_signs", "load_xids"]
@@ -40,7 +40,10 @@ def load(extra_rules: Iterable[str | Path] = (), *, plain: bool = False) -> Cata
         if unknown:
             raise RuleError(f"rules file {path}: unknown key {sorted(unknown)[0]!r}; known are sign, disable, retryable")
         source = path.stem.replace(".", "-")
-        signs += read_signs(document, source) + retryable_signs(document.get("retryable", ()), source)
+        own = read_signs(document, source) + retryable_signs(document.get("retryable", ()), source)
+        for sign in own:
+            check_pattern(sign)
+        signs += own
         disabled |= set(document.get("disable", ()))
     known = {sign.id for sign in signs}
     strange = disabled - known

@@ -20,6 +20,7 @@ _EXCEPTION = re.compile(rb"^([A-Za-z_][\w.]*(?:\([\w.]+\))?)(?:: (.*))?$")
 _NAMES_AN_EXCEPTION = re.compile(
     rb"(?:Error|Exception|Exit|Interrupt|Warning|Iteration|Timeout|Empty|Full|Abort\w*|Died|Failed|Failure|Fault)(?:\([\w.]+\))?$"
 )
+_REMOTE: Final = b"ray.exceptions.RayTaskError("
 _ENTRY = re.compile(rb"^\s*(time|host|rank|exitcode|error_file|traceback)\s*: ?(.*)$")
 _RANK_VALUE = re.compile(rb"(\d+) \(local_rank: (\d+)\)")
 _EXIT_VALUE = re.compile(rb"(-?\d+) \(pid: (\d+)\)")
@@ -89,12 +90,19 @@ class Traceback(Block):
         found = _EXCEPTION.match(line)
         if found and (_NAMES_AN_EXCEPTION.search(found[1]) or (found[2] is not None and b"." in found[1])):
             self._keep(line)
-            self.exception = found[1].decode(errors="replace")
-            self.message = (found[2] or b"").decode(errors="replace")
-            self.exception_offset, self.exception_line = offset, number
+            if found[1].startswith(_REMOTE):
+                self._strange = 0
+                self._note(found, offset, number)
+                return False  # the remote traceback and its exception follow
+            self._note(found, offset, number)
             return True
         self._strange += 1
         return self._strange > 6
+
+    def _note(self, found: re.Match[bytes], offset: int, number: int) -> None:
+        self.exception = found[1].decode(errors="replace")
+        self.message = (found[2] or b"").decode(errors="replace")
+        self.exception_offset, self.exception_line = offset, number
 
     def _keep(self, line: bytes) -> None:
         self._kept.append(line[:500])

@@ -142,7 +142,7 @@ class _OneLog:
         speaker, context, about = hit.speaker.subject, hit.context or Subject(), self.scan.about
         node = groups.get("node") or groups.get("name" if "node_id" in groups else "", "")
         if node:
-            named: str | None = self.names.resolve(node, otherwise=said_by)
+            named: str | None = self.names.resolve(node)
         elif "node_id" in groups:
             named = self.names.ray_node(groups["node_id"]) or (None if hit.sign.role == "accusation" else said_by)
         elif context.node and not hit.speaker.host:
@@ -189,13 +189,16 @@ class _OneLog:
                 continue
             role, weight, category = _judge_exception(block)
             speaker = read_speaker(block.opening)
+            remote = self._remote_task(block)
             node = self.names.speaker_node(self.scan, speaker.host)
+            if remote is not None and remote.node:
+                node = self.names.resolve(remote.node)
             at = self._time(read_stamp(block.opening) or self._stamp_before(block.offset))
             text = f"{block.exception}: {block.message}" if block.message else block.exception
             subject = Subject(
                 node=node,
                 rank=_first(speaker.subject.rank, self.scan.about.rank),
-                pid=_first(speaker.subject.pid, self.scan.about.pid),
+                pid=_first(remote.pid if remote else None, _first(speaker.subject.pid, self.scan.about.pid)),
             )
             found.append(
                 Finding(
@@ -217,6 +220,13 @@ class _OneLog:
                 )
             )
         return found
+
+    def _remote_task(self, block: Traceback) -> Subject | None:
+        """The remote task whose exception this is, where Ray printed both."""
+        for hit in self.scan.hits:
+            if hit.sign.id == "ray.task-error" and block.offset <= hit.offset <= block.exception_offset:
+                return Subject(node=hit.groups.get("node"), pid=_number(hit.groups.get("pid")))
+        return None
 
     def _stamp_before(self, offset: int) -> Stamp | None:
         earlier = [hit for hit in self.scan.hits if hit.offset <= offset and hit.stamp is not None]

@@ -127,12 +127,29 @@ def search_literals(literals: Sequence[bytes], *, plain: bool = False) -> Litera
     return _HyperscanLiterals(literals)
 
 
+class _Pattern:
+    """A pattern that is compiled when it is first needed: most signs never are."""
+
+    __slots__ = ("_text", "search")
+
+    search: Callable[[bytes], re.Match[bytes] | None]
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "search":
+            raise AttributeError(name)
+        self.search = re.compile(self._text.encode()).search
+        return self.search
+
+
 class Compiled(NamedTuple):
     """A sign made ready for searching."""
 
     number: int
     sign: Sign
-    search: Callable[[bytes], re.Match[bytes] | None]
+    pattern: _Pattern
     kernel_only: bool
     order: int
     """0 for signs that silence a line; they are tried first."""
@@ -147,9 +164,7 @@ class Catalogue:
         by_literal: dict[bytes, list[Compiled]] = {}
         for number, sign in enumerate(self.signs):
             silences = sign.role == "benign" and sign.kind == "sign"
-            compiled = Compiled(
-                number, sign, re.compile(sign.pattern.encode()).search, sign.where == "kernel", 0 if silences else 1
-            )
+            compiled = Compiled(number, sign, _Pattern(sign.pattern), sign.where == "kernel", 0 if silences else 1)
             for literal in sign.literal:
                 by_literal.setdefault(literal.encode(), []).append(compiled)
         self.literals: tuple[bytes, ...] = tuple(by_literal)
@@ -180,7 +195,7 @@ class Catalogue:
                         kernel = KERNEL_LINE.search(line) is not None
                     if not kernel:
                         continue
-                hit = compiled.search(line)
+                hit = compiled.pattern.search(line)
                 if hit is not None:
                     found.append((compiled, hit))
         if any(compiled.order == 0 for compiled, _ in found):

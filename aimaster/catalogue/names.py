@@ -27,6 +27,11 @@ def plain(name: str) -> str:
     return name if is_address(name) else name.split(".", 1)[0]
 
 
+def _neighbours(host: str, node: str | None) -> bool:
+    """Two names that differ in their numbers only: two nodes, never two names of one."""
+    return node is not None and host != node and re.sub(r"\d+", "#", host) == re.sub(r"\d+", "#", node)
+
+
 class Names:
     """Answers which node a name, address or id means."""
 
@@ -38,7 +43,7 @@ class Names:
         claims: dict[str, set[str]] = {}
         for scan in scans:
             hosts = {plain(host) for host in scan.hosts if not is_address(host)}  # Ray's ip= names a member, not the log's node
-            if len(hosts) > 1 and hosts - {scan.node}:
+            if (len(hosts) > 1 and hosts - {scan.node}) or any(_neighbours(host, scan.node) for host in hosts):
                 self._central.add(id(scan))
             elif scan.node is not None and hosts:
                 claims.setdefault(next(iter(hosts)), set()).add(scan.node)
@@ -68,10 +73,10 @@ class Names:
         where = self._ray.get(node_id)
         return None if where is None else self.resolve(where)
 
-    def resolve(self, name: str, *, otherwise: str | None = None) -> str:
+    def resolve(self, name: str) -> str:
         """The node meant by a name: a folder of the collection if one fits, else the name itself.
 
-        A pod of which no folder is known (raycluster-head-0) is the folder whose name is one of its parts, else `otherwise`.
+        A pod of which no folder is known (raycluster-head-0) is the folder whose name is one of its parts.
         """
         if name in self._known:
             return name
@@ -84,8 +89,6 @@ class Names:
         fitting = [known for known in self._known if known in parts or short.endswith(f"-{known}")]
         if len(fitting) == 1:
             return fitting[0]
-        if otherwise is not None and otherwise in self._known and "-" in short and short.split("-")[0] in otherwise:
-            return otherwise
         return name if is_address(name) else short
 
     def speaker_node(self, scan: LogScan, host: str) -> str | None:
