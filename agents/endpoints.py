@@ -134,7 +134,7 @@ class Endpoints:
         if layout.parse_name(notice.name) is None:
             return problem(400, f"{notice.name!r} is no segment name", "send the file name of the sealed segment")
         self._keeper.note_sealed(notice)
-        return web.Response(status=204)
+        return web.Response()
 
     async def _fetch(self, request: web.Request) -> web.StreamResponse:
         wanted = codec.decode(await request.read(), FetchRequest)

@@ -24,6 +24,8 @@ from aimaster.wire.messages import AgentEvent, HangSuspected, MemberPicture, Pro
 from aimaster.wire.places import progress_file
 
 LONGEST_BETWEEN_REPORTS = 60.0
+GROUP_PHASES = frozenset({"reduce"})
+"""There a member waits for others: to stand in one place is no fault of its own."""
 log = structlog.get_logger()
 
 
@@ -214,7 +216,8 @@ class HangWatch:
     def _suspect(self, watched: _Watched, first: Look, second: Look, text: str) -> None:
         member = watched.member
         role = member.spec.role
-        words = evidence(first, second, lease_seconds=self._learnt(watched))
+        alone = watched.reading is not None and watched.reading.phase not in GROUP_PHASES
+        words = evidence(first, second, lease_seconds=self._learnt(watched) if alone else None)
         self.suspected[role] = self.suspected.get(role, 0) + 1
         log.warning("hang_suspected", member=member.name, incarnation=member.incarnation, evidence=list(words))
         now = time.time()

@@ -62,6 +62,7 @@ class Link:
         self._pulse = pulse
         self._on_welcome = on_welcome
         self._on_order = on_order
+        self._told = ""
         self._news = asyncio.Event()
         self._empty = asyncio.Event()
 
@@ -79,10 +80,17 @@ class Link:
                 try:
                     await self._talk(url)
                 except* (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError, LinkError) as group:
-                    log.info("master_lost", url=url, error=str(group.exceptions[0])[:200])
+                    self._tell_loss(url, group.exceptions[0])
                 self.connected = False
             pause = FIRST_PAUSE_SECONDS if self.connections > was else min(2 * pause, self._pace.reconnect_seconds)
             await asyncio.sleep(random.uniform(pause / 4, pause))  # noqa: S311 - spreads the agents, hides nothing
+
+    def _tell_loss(self, url: str, error: BaseException) -> None:
+        """Once for each reason: a master may be away for long."""
+        reason = f"{type(error).__name__}: {error}"[:200]
+        if reason != self._told:
+            log.info("master_lost", url=url, error=reason)
+        self._told = reason
 
     async def drain(self, seconds: float) -> bool:
         """Wait until the master has acknowledged everything; False when the time was too short."""
@@ -112,6 +120,7 @@ class Link:
             self._acknowledge(welcome.acknowledged)
             self.connected = self.accepted = True
             self.connections += 1
+            self._told = ""
             log.info("master_found", url=url, term=welcome.term, waiting=len(self._outbox))
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._send(socket, welcome.acknowledged), name="send to master")

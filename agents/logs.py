@@ -115,7 +115,8 @@ class LogWatch:
                 for one in finding.evidence
             )
             at = now if finding.time_seconds is None else finding.time_seconds
-            found.append(msgspec.structs.replace(finding, evidence=evidence, time_seconds=at))
+            identity = f"{self._node}:{log.member.name}:{log.member.incarnation}:{finding.sign}"
+            found.append(msgspec.structs.replace(finding, id=identity, evidence=evidence, time_seconds=at))
         return found
 
     def _fence_finding(self, member: Member, at: float) -> Finding | None:

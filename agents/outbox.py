@@ -2,8 +2,8 @@
 
 One file of framed records (length, crc32, payload). The first is the header: the outbox's own id and the number up to which
 reports were dropped; a restarted agent goes on counting there. A record cut short by a kill ends the file. The file is
-rewritten when most of it is acknowledged. Bound: beyond `limit` waiting reports, news that nobody must act on (findings, moved
-snapshots) is refused and counted; what happened to members is always kept, there cannot be much without a master's orders.
+rewritten when most of it is acknowledged. Bound: beyond `limit` waiting reports, news that comes again or that nobody must act on
+(findings, suspicions, moved snapshots) is refused and counted; what happened to members is always kept, there cannot be much without a master's orders.
 """
 
 import contextlib
@@ -17,10 +17,11 @@ from pathlib import Path
 import msgspec
 
 from aimaster.wire import codec
-from aimaster.wire.messages import AgentEvent, Found, Report, SnapshotMoved
+from aimaster.wire.messages import AgentEvent, Found, HangSuspected, Report, SnapshotMoved
 
 _FRAME = struct.Struct("<II")
 _REWRITE_BYTES = 1 << 20
+_NEWS = (Found, HangSuspected, SnapshotMoved)
 
 
 class _Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +51,7 @@ class Outbox:
 
     def put(self, event: AgentEvent, at: float) -> bool:
         """Add an event; False when it was refused because the outbox is full."""
-        if len(self._waiting) >= self.limit and isinstance(event, Found | SnapshotMoved):
+        if len(self._waiting) >= self.limit and isinstance(event, _NEWS):
             self.refused += 1
             return False
         report = Report(sequence=self._next, at=at, event=event)

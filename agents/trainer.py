@@ -8,6 +8,7 @@ before it runs), exit.json (how it ended). A member that is found dead at adopti
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from agents.config import Pace
 from agents.member import Ended, Member, Ordered, Started, read_record
 from agents.sensors.process import identify
 from aimaster.wire import places
+from aimaster.wire.health import Finding, Subject
 from aimaster.wire.ids import Incarnation, MemberId, NodeId, RunId
 from aimaster.wire.messages import AgentEvent, MemberExited, MemberStarted
 from aimaster.wire.places import RunPlaces
@@ -109,9 +111,15 @@ class Trainer:
             return "runs already" if not known.ended.is_set() else "ran and ended"
         if known is not None and not known.ended.is_set():
             await self.end_tree(known)
-        member = self._prepare(spec, incarnation)
+        if known is not None and known.shim is not None:
+            _end_shim(known.shim)
+        try:
+            member = self._prepare(spec, incarnation)
+            self._start_shim(member)
+        except OSError as error:
+            self._report(_never_started(spec, incarnation, self._node, error), time.time())
+            raise
         self.members[spec.member] = member
-        self._start_shim(member)
         await self._take_over(member, adopted=False)
         return "started" if member.process is not None else "did not start"
 
@@ -315,6 +323,33 @@ class Trainer:
             os.close(descriptor)
 
 
+def _never_started(spec: MemberSpec, incarnation: Incarnation, node: NodeId, error: OSError) -> MemberExited:
+    """The end of a member that this node could not even start, with what stood in the way."""
+    now = time.time()
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    finding = Finding(
+        id=f"{node}:{spec.member}:{incarnation}:not-started",
+        sign="agent.not_started",
+        category="node.disk_full" if full else "node.limits",
+        role="self",
+        subject=Subject(node=node),
+        node=node,
+        time_seconds=now,
+        details={"error": str(error)},
+    )
+    return MemberExited(
+        member=spec.member,
+        role=spec.role,
+        incarnation=incarnation,
+        process=None,
+        exit_code=None,
+        signal=None,
+        at=now,
+        expected=False,
+        findings=(finding,),
+    )
+
+
 def find_front(pid: int | None) -> ProcessId | None:
     """The front process of the run, by its pid; None where there is none."""
     return None if pid is None else identify(pid)
@@ -325,6 +360,15 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
+
+
+def _end_shim(keeper: ProcessId) -> None:
+    """A shim that is still there, stopped or slow, would write into the next start's files."""
+    descriptor = shim.open_process(keeper.pid, keeper.start_ticks)
+    if descriptor is not None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        os.close(descriptor)
 
 
 def _shim_gone(member: Member) -> bool:

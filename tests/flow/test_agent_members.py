@@ -117,6 +117,29 @@ async def test_a_true_hang_is_suspected_by_its_frames(run):
         assert any("stand_still" in line for line in suspected.stacks)
 
 
+async def test_standing_in_a_collective_is_no_fault_of_its_own(run):
+    """In the phase `reduce` a member waits for others: the same frame twice is no evidence there."""
+    code = HANGING.replace('progress.beat("compute", step=step)', 'progress.beat("reduce", step=step)')
+    run.agent()
+    async with Master(run) as master:
+        await master.start("node-0", member("policy-0", code, lease_floor_seconds=0.3))
+        await until(lambda: len(master.events(HangSuspected)) >= 3)
+        assert not any("same-frame-twice" in event.evidence for event in master.events(HangSuspected))
+
+
+async def test_a_member_that_cannot_be_started_is_an_end(run):
+    """Its folder cannot be made: the order fails with the reason, and the end of a member without a process is reported."""
+    run.agent()
+    async with Master(run) as master:
+        await master.connected("node-0")
+        (run.places.node("node-0") / "members").write_text("in the way")
+        done = await master.order("node-0", StartMember(spec=member("policy-0", BEATING), incarnation=0))
+        assert not done.ok
+        ended = await master.ended("policy-0")
+        assert (ended.process, ended.exit_code, ended.signal, ended.expected) == (None, None, None, False)
+        assert ended.findings[0].details["error"]
+
+
 async def test_a_slow_unlearnt_phase_is_no_hang(run):
     """A first evaluation that takes long on a member that has beaten before raises no suspicion while the phase is unlearnt."""
     code = """
