@@ -32,8 +32,8 @@ def newest_whole(ranks: Sequence[Sequence[SlotState]]) -> Version | None:
 def choose_slot(own: Sequence[SlotState], others: Sequence[Sequence[SlotState]] = ()) -> int | None:
     """The slot a rank may overwrite now, or None: the save is skipped.
 
-    A slot that is not sealed is free. A sealed one may go if a newer version is whole, or a whole one is pinned on all ranks and so cannot
-    go meanwhile, or if it can never become whole. Between several, the oldest goes.
+    A slot that is not sealed is free. A sealed one may go if its version lies in another slot as well, if a newer version is whole, or a
+    whole one is pinned on all ranks and so cannot go meanwhile, or if it can never become whole. Between several, the oldest goes.
     """
     ranks = [own, *others]
     whole = _whole(ranks)
@@ -41,7 +41,8 @@ def choose_slot(own: Sequence[SlotState], others: Sequence[Sequence[SlotState]] 
     free = [state for state in own if not state.pinned]
     for state in sorted(free, key=lambda state: state.version or (-1, -1)):
         version = state.version
-        if version is None or len(own) == 1:
+        twice = any(other.version == version and other.slot != state.slot for other in own)
+        if version is None or len(own) == 1 or twice:
             return state.slot
         kept_newer = any(other > version for other in whole)
         if kept_newer or pinned_whole - {version} or (version not in whole and _can_not_be_whole(version, others)):

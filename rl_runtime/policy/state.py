@@ -163,9 +163,11 @@ class MemberState:
         newest = self.sealed
         if newest is not None and self.version == Version(newest.lineage, newest.step):
             return newest
-        self._save(epoch=epoch, flush=False)
+        under_way = False
         give_up_at = time.monotonic() + LOOK_SECONDS
         while time.monotonic() < give_up_at:
+            # Skipped while the free slot is being copied away: that takes a moment, and somebody waits for this seal.
+            under_way = under_way or self._save(epoch=epoch, flush=False)
             newest = self.sealed
             if newest is not None and self.version == Version(newest.lineage, newest.step):
                 return newest
@@ -231,7 +233,8 @@ class MemberState:
         log.info("restored", version=version, tier=restored.tier, seconds=round(restored.seconds, 3))
         return restored.state_digest
 
-    def _save(self, *, epoch: int, flush: bool) -> None:
+    def _save(self, *, epoch: int, flush: bool) -> bool:
+        """Begin a snapshot; False when it was skipped, which is counted."""
         assert self.version is not None  # noqa: S101 - all callers have just set it
         try:
             saved = self._checkpointer.save(
@@ -241,6 +244,7 @@ class MemberState:
             # An earlier save went wrong in the background; this one is under way. Training goes on.
             log.warning("a snapshot was lost", reason=str(error))
             self.skipped_saves += 1
-            return
+            return True
         if not saved:
             self.skipped_saves += 1
+        return saved

@@ -31,6 +31,8 @@ def rank(*slots):
         (rank(1, [2]), [], 0),
         (rank([1], [2]), [], None),
         (rank([None], 2), [], None),  # the only whole one stays
+        (rank(2, 2), [], 0),  # the same step twice: one of the two is enough
+        (rank([2], 2), [], 1),
         (rank(1), [], 0),  # one slot: its owner accepted the risk
         (rank([1]), [], None),
         (rank(1, 2), [rank(1, 2)], 0),
