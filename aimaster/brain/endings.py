@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from aimaster.brain.draft import REACHABLE, Draft
 from aimaster.brain.state import LIVE, Ending, Outcome, State
 from aimaster.wire import actions as orders
-from aimaster.wire.ids import NodeId
+from aimaster.wire.ids import MemberId, NodeId
 
 LEAVE_SECONDS: Final = 30.0
 """For members of a finished job to seal their last snapshot and leave."""
@@ -37,7 +37,7 @@ def begin(
     )
     d.change(phase="stopping", ending=ending, regroup=None)
     d.drop_orders(lambda _, action: isinstance(action, orders.StartMember))
-    if outcome == "finished" and any(member.state in LIVE for member in d.state.members.values()):
+    if outcome == "finished" and leaving(d.state):
         return
     stop_nodes(d, flush_seconds)
 
@@ -74,8 +74,13 @@ def node_stopped(d: Draft, node: NodeId) -> None:
 def member_left(d: Draft) -> None:
     """A member of an ending job is gone; after the last, the nodes stop."""
     ending = d.state.ending
-    if ending is not None and not ending.nodes_ordered and not any(m.state in LIVE for m in d.state.members.values()):
+    if ending is not None and not ending.nodes_ordered and not leaving(d.state):
         stop_nodes(d)
+
+
+def leaving(state: State) -> list[MemberId]:
+    """Members that are still to leave by themselves. The controller serves them to the last, and is stopped with its node."""
+    return [m.member for m in state.members.values() if m.state in LIVE and m.role != "controller"]
 
 
 def grace_over(d: Draft, waited_for: str) -> None:

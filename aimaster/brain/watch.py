@@ -8,7 +8,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from aimaster.brain import members, placement
-from aimaster.brain.endings import waits_for_nodes
+from aimaster.brain.endings import leaving, waits_for_nodes
 from aimaster.brain.events import (
     Action,
     AgentPulsed,
@@ -111,8 +111,7 @@ def picture_of(view: View, member: Member) -> MemberPicture | None:
 def _of_ending(state: State, now: float) -> Iterator[Event]:
     ending = state.ending
     if ending is not None and state.phase == "stopping" and now >= ending.deadline_at:
-        left = [member.member for member in state.members.values() if member.state in LIVE]
-        yield GraceOver(waited_for=", ".join(waits_for_nodes(state) if ending.nodes_ordered else left))
+        yield GraceOver(waited_for=", ".join(waits_for_nodes(state) if ending.nodes_ordered else leaving(state)))
 
 
 def _of_node(state: State, view: View, node: Node, now: float) -> Iterator[Event]:
