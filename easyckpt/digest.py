@@ -1,13 +1,15 @@
 """Checksums of a segment, pure: XXH3 of 128 bits as 32 hexadecimal digits.
 
-`digest_bytes` hashes one block. `StreamCheck` is fed the tensor bytes of a segment in file order, in pieces of any size, and says as soon
-as a tensor is complete whether it is what its header promised. Peer copy, flush and verify share it, so that no byte moves unproven.
+A tensor of more than one part (16 MiB) has a digest for each part, and its own is the digest of those: any range of a large tensor can be
+proven by reading little more than the range. `TensorHash` is fed a tensor's bytes. `StreamCheck` is fed the tensor bytes of a whole segment in
+file order, in pieces of any size, and says as soon as a tensor is complete whether it is what its header promised. Peer copy, flush and verify
+share it, so that no byte moves unproven.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from xxhash import xxh3_128
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 KIND = "xxh3_128"
 HEX_LENGTH = 32
 BLANK = "0" * HEX_LENGTH
+PART_BYTES = 16 << 20
 
 
 def digest_bytes(block: bytes | bytearray | memoryview) -> str:
@@ -33,6 +36,55 @@ def digest_of_digests(pairs: Iterable[tuple[str, str]]) -> str:
     return whole.hexdigest()
 
 
+class TensorDigest(NamedTuple):
+    """What proves one tensor."""
+
+    digest: str
+    """Of the whole."""
+    parts: tuple[str, ...] = ()
+    """Of each 16 MiB; none where one part is all."""
+
+
+class TensorHash:
+    """Hashes one tensor's bytes as they come."""
+
+    def __init__(self) -> None:
+        self._part = xxh3_128()
+        self._filled_bytes = 0
+        self._parts: list[str] = []
+
+    def update(self, block: memoryview) -> None:
+        while len(block) > PART_BYTES - self._filled_bytes:
+            room = PART_BYTES - self._filled_bytes
+            self._part.update(block[:room])
+            self._parts.append(self._part.hexdigest())
+            self._part.reset()
+            self._filled_bytes = 0
+            block = block[room:]
+        self._part.update(block)
+        self._filled_bytes += len(block)
+
+    def finish(self) -> TensorDigest:
+        """The result; the hash is as new afterwards."""
+        last = self._part.hexdigest()
+        parts = (*self._parts, last) if self._parts else ()
+        self._part.reset()
+        self._filled_bytes = 0
+        self._parts = []
+        return TensorDigest(digest_bytes("".join(parts).encode()), parts) if parts else TensorDigest(last)
+
+
+def digest_tensor(block: memoryview) -> TensorDigest:
+    whole = TensorHash()
+    whole.update(block)
+    return whole.finish()
+
+
+def part_count(nbytes: int) -> int:
+    """How many part digests a tensor has: none where one part is all."""
+    return 0 if nbytes <= PART_BYTES else -(-nbytes // PART_BYTES)
+
+
 class StreamCheck:
     """Proves the tensor bytes of one segment while they pass by."""
 
@@ -41,7 +93,7 @@ class StreamCheck:
         self._entries: list[TensorEntry] = sorted(stored, key=lambda entry: entry.offsets)
         self._where = where
         self._index = 0
-        self._hash = xxh3_128()
+        self._hash = TensorHash()
         self._total_bytes = header.data_bytes
         self.fed_bytes = 0
         self._close_empty()
@@ -70,14 +122,13 @@ class StreamCheck:
 
     def _close_tensor(self) -> None:
         entry = self._entries[self._index]
-        found = self._hash.hexdigest()
-        if found != entry.digest:
+        found = self._hash.finish()
+        if found != (entry.digest, entry.parts):
             raise Corrupt(
-                f"{self._where}: tensor {entry.name!r} has digest {found}, its header says {entry.digest};"
+                f"{self._where}: tensor {entry.name!r} has digest {found.digest}, its header says {entry.digest};"
                 " the copy is not used, another tier is tried"
             )
         self._index += 1
-        self._hash.reset()
 
     def _close_empty(self) -> None:
         """Tensors of no bytes have nothing to feed: they are complete when their turn comes."""

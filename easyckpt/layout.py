@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
 
 from easyckpt import digest
+from easyckpt.digest import TensorDigest
 from easyckpt.errors import Corrupt, Foreign, Unsealed
 
 FORMAT = 1
@@ -74,7 +75,9 @@ class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     offsets: tuple[Count, Count] = (0, 0)
     """First byte and one past the last, counted from the first tensor byte."""
     digest: str = digest.BLANK
-    """Of the bytes."""
+    """Of the bytes, or of the part digests where there are some."""
+    parts: tuple[str, ...] = ()
+    """Of each 16 MiB of a larger tensor, so that a range can be proven alone."""
     alias_of: str = ""
     """Name of the tensor this one shares all its memory with; it is stored once."""
     global_shape: tuple[Count, ...] | None = None
@@ -194,10 +197,12 @@ def place(entries: Iterable[TensorEntry]) -> tuple[TensorEntry, ...]:
     return tuple(placed.values())
 
 
-def with_digests(header: SegmentHeader, digests: dict[str, str]) -> SegmentHeader:
-    """The header with every tensor's digest (by name of what is stored) and the digest of the whole state."""
+def with_digests(header: SegmentHeader, digests: Mapping[str, TensorDigest]) -> SegmentHeader:
+    """The header with every tensor's digests (by name of what is stored) and the digest of the whole state."""
     tensors = tuple(
-        msgspec.structs.replace(entry, digest=digests[entry.alias_of or entry.name]) for entry in header.tensors
+        msgspec.structs.replace(entry, digest=found.digest, parts=found.parts)
+        for entry in header.tensors
+        for found in (digests[entry.alias_of or entry.name],)
     )
     whole = digest.digest_of_digests((entry.name, entry.digest) for entry in tensors)
     return msgspec.structs.replace(header, tensors=tensors, state_digest=whole)
@@ -227,7 +232,9 @@ def encode(header: SegmentHeader, prefix_bytes: int | None = None) -> bytes:
 def room_for(header: SegmentHeader) -> int:
     """Bytes to keep before the tensors, so that counters and small state in the header may grow between saves."""
     # Blank digests are left out of the JSON, so the room is measured with full ones.
-    needed = len(encode(with_digests(header, dict.fromkeys((entry.name for entry in header.tensors), "f" * 32))))
+    full = "f" * digest.HEX_LENGTH
+    measured = {entry.name: TensorDigest(full, (full,) * digest.part_count(entry.nbytes)) for entry in header.tensors}
+    needed = len(encode(with_digests(header, measured)))
     return _pages(needed + max(PAGE_BYTES // 2, needed // 8))
 
 
@@ -293,7 +300,12 @@ def _check_bounds(tensors: Sequence[TensorEntry], where: str) -> None:
     for entry in sorted((entry for entry in tensors if not entry.alias_of), key=lambda entry: entry.offsets):
         width = DTYPES.get(entry.dtype, (0, ""))[0]
         begin, end = entry.offsets
-        if width == 0 or begin != at or end - begin != _count(entry.shape) * width:
+        if (
+            width == 0
+            or begin != at
+            or end - begin != _count(entry.shape) * width
+            or len(entry.parts) not in (0, digest.part_count(end - begin))
+        ):
             raise Foreign(f"{where}: tensor {entry.name!r} has impossible bounds or type; the file is ignored")
         at = end
     stored = {entry.name: entry for entry in tensors if not entry.alias_of}

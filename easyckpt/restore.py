@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from xxhash import xxh3_128
 
 from easyckpt import gate, memory, snapshot, tree
+from easyckpt.digest import TensorHash
 from easyckpt.errors import Corrupt, Mismatch
 from easyckpt.layout import SegmentHeader, TensorEntry
 from easyckpt.snapshot import CHUNK_BYTES, is_plain_memory, is_stateful
@@ -193,7 +193,7 @@ def _copy_lot(shard: OpenShard, lot: list[tuple[TensorEntry, torch.Tensor]]) -> 
 def _copy_one(shard: OpenShard, entry: TensorEntry, target: torch.Tensor) -> None:
     plain = is_plain_memory(target)
     held = target if plain else torch.empty(entry.shape, dtype=target.dtype)
-    running = xxh3_128()
+    running = TensorHash()
     view = shard.view()
     if entry.nbytes:
         block = memory.block_at(held.data_ptr(), entry.nbytes)
@@ -206,7 +206,7 @@ def _copy_one(shard: OpenShard, entry: TensorEntry, target: torch.Tensor) -> Non
             else:
                 memory.copy(held.data_ptr() + at - begin, source + at, stop - at)
             running.update(block[at - begin : stop - begin])
-    if running.hexdigest() != entry.digest:
+    if running.finish() != (entry.digest, entry.parts):
         raise shard.explain(
             Corrupt(
                 f"{shard.where}: tensor {entry.name!r} does not match its digest; this copy is not used, another is tried"

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from easyckpt import gate, layout, retain, shm, snapshot
+from easyckpt.digest import TensorDigest
 from easyckpt.errors import NotReady, Pinned, SaveFailed
 from easyckpt.events import Event, Events, Kind
 from easyckpt.layout import SegmentHeader, SegmentName, TensorEntry, Version
@@ -40,7 +41,7 @@ class Job(msgspec.Struct, kw_only=True):
     """What is copied and hashed so far."""
     later: list[Leaf]
     """For the saving thread to copy."""
-    expected: dict[str, str]
+    expected: dict[str, TensorDigest]
     """Digests of those at the moment of the save, in the first saves."""
     copied: threading.Event
     """Set when everything may change again."""
@@ -73,7 +74,7 @@ class Saver:
         names = [msgspec.structs.replace(name, slot=slot) for slot in range(slots)]
         self._slots = [Slot(folder / str(one)) for one in names]
         self._restless: set[str] = set()
-        self._room: tuple[tuple[TensorEntry, ...], int, int] = ((), 0, 0)
+        self._room: tuple[tuple[TensorEntry, ...] | None, int, int] = (None, 0, 0)
         self._begun = 0
         self._job: Job | None = None
         self._idle = threading.Event()
@@ -112,7 +113,7 @@ class Saver:
         copy = Copy(slot.view())
         now, later = self._split(captured.stored)
         copy.copy_only(now)
-        expected: dict[str, str] = {}
+        expected: dict[str, TensorDigest] = {}
         if self._begun < PROVED_SAVES:
             expected = {leaf.entry.name: snapshot.source_digest(leaf.tensor) for leaf in later}
         self._begun += 1

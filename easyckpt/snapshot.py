@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from xxhash import xxh3_128
 
 from easyckpt import gate, memory, tree
-from easyckpt.digest import digest_bytes
+from easyckpt.digest import TensorDigest, TensorHash, digest_tensor
 from easyckpt.errors import Unsupported
 from easyckpt.layout import DTYPES, TensorEntry, place
 
@@ -182,7 +181,7 @@ class Copy:
         self._memory = block
         self._address = memory.address_of(block)
         self._unhashed: list[Leaf] = []
-        self.digests: dict[str, str] = {}
+        self.digests: dict[str, TensorDigest] = {}
         self.hurry = False
         """Set by who waits: hashing is put off until all is copied."""
 
@@ -206,24 +205,24 @@ class Copy:
     def hash_rest(self) -> None:
         for leaf in self._unhashed:
             begin, end = leaf.entry.offsets
-            self.digests[leaf.entry.name] = digest_bytes(self._memory[begin:end])
+            self.digests[leaf.entry.name] = digest_tensor(self._memory[begin:end])
         self._unhashed.clear()
 
     def _copy_and_hash(self, leaf: Leaf) -> None:
         begin, end = leaf.entry.offsets
         source = leaf.tensor.data_ptr()
-        running = xxh3_128()
+        running = TensorHash()
         for at in range(begin, end, CHUNK_BYTES):
             stop = min(at + CHUNK_BYTES, end)
             memory.copy(self._address + at, source + at - begin, stop - at)
             running.update(self._memory[at:stop])
-        self.digests[leaf.entry.name] = running.hexdigest()
+        self.digests[leaf.entry.name] = running.finish()
 
 
-def source_digest(tensor: torch.Tensor) -> str:
+def source_digest(tensor: torch.Tensor) -> TensorDigest:
     """Of the tensor as it is now, to see whether it moved since it was copied."""
     plain = tensor if is_plain_memory(tensor) else tensor.cpu().contiguous().resolve_conj().resolve_neg()
     if plain.numel() == 0:
-        return digest_bytes(b"")
+        return digest_tensor(memoryview(b""))
     nbytes = plain.numel() * plain.element_size()
-    return digest_bytes(memory.block_at(plain.data_ptr(), nbytes))
+    return digest_tensor(memory.block_at(plain.data_ptr(), nbytes))

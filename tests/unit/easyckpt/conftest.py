@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from easyckpt import layout, memory
-from easyckpt.digest import digest_bytes
+from easyckpt.digest import digest_tensor
 from easyckpt.layout import SegmentHeader, SegmentName, TensorEntry
 from easyckpt.slot import Slot
 
@@ -49,7 +49,7 @@ def make_segment(folder: Path) -> MakeSegment:
         view = place.view()
         for entry in header.tensors:
             view[entry.offsets[0] : entry.offsets[1]] = blocks[entry.alias_of or entry.name]
-        digests = {name: digest_bytes(block) for name, block in blocks.items()}
+        digests = {name: digest_tensor(memoryview(block)) for name, block in blocks.items()}
         view.release()
         place.seal(layout.with_digests(header, digests))
         place.close()

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+import time
 
 import pytest
 import torch
@@ -48,6 +49,13 @@ def backward(model):
     model(torch.randn(4, LARGE)).square().mean().backward()
 
 
+def wait_for(condition, seconds=30.0):
+    give_up_at = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.005)
+
+
 @pytest.fixture
 def engine(folder):
     made = []
@@ -73,6 +81,7 @@ def test_the_optimizer_waits_for_the_copy_and_nothing_else_does(engine, monkeypa
     backward(model)
     stepping = threading.Thread(target=optimizer.step)
     stepping.start()
+    wait_for(lambda: checkpointer._saver._job.copy.hurry)
     assert torch.equal(model[0].weight, want)
     assert stepping.is_alive()
     held.go.set()

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from easyckpt import layout
+from easyckpt import digest, layout
+from easyckpt.digest import TensorDigest
 from easyckpt.errors import BadSegment, Foreign, Unsealed
 from easyckpt.layout import DTYPES, Rewind, SegmentHeader, SegmentName, TensorEntry
 
@@ -72,12 +73,12 @@ def test_digests_have_room_of_a_fixed_width():
     header = header_of([TensorEntry(name="w", dtype="float32", shape=(2, 2))])
     room = layout.room_for(header)
     assert (
-        len(layout.encode(layout.with_digests(header, {"w": "a" * 32}), room))
+        len(layout.encode(layout.with_digests(header, {"w": TensorDigest("a" * 32)}), room))
         == len(layout.encode(header, room))
         == room
     )
     many = header_of([TensorEntry(name=f"w{i}", dtype="float32", shape=(2,)) for i in range(500)])
-    layout.encode(layout.with_digests(many, {entry.name: "b" * 32 for entry in many.tensors}), layout.room_for(many))
+    layout.encode(layout.with_digests(many, {entry.name: TensorDigest("b" * 32) for entry in many.tensors}), layout.room_for(many))
 
 
 def test_a_zero_length_means_unsealed():
@@ -108,3 +109,18 @@ def test_names_of_segments(name, parsed):
     assert layout.parse_name(name) == parsed
     if parsed is not None:
         assert str(parsed) == name
+
+
+def test_a_large_tensor_is_proven_in_parts(monkeypatch):
+    """Its digest is the digest of its parts' digests, however the bytes are fed; a small one has no parts."""
+    monkeypatch.setattr(digest, "PART_BYTES", 10)
+    block = bytes(range(35))
+    whole = digest.TensorHash()
+    for at in range(0, 35, 4):
+        whole.update(memoryview(block)[at : at + 4])
+    found = whole.finish()
+    assert found == digest.digest_tensor(memoryview(block))
+    assert found.parts == tuple(digest.digest_bytes(block[at : at + 10]) for at in range(0, 35, 10))
+    assert digest.part_count(35) == len(found.parts) == 4
+    assert digest.digest_tensor(memoryview(block[:10])) == (digest.digest_bytes(block[:10]), ())
+    assert digest.part_count(10) == 0
