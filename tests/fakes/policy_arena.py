@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import xxhash
 
@@ -528,35 +530,46 @@ class Arena:
         self.fsync()
         self.check()
 
+    def round(self, *, seconds: float = 0.6, rollouts: bool = True, restarts: bool = True) -> None:
+        """Let everybody do one thing, without any new fault."""
+        for name in [name for name, member in self.members.items() if member.hung and restarts]:
+            self.kill(name)
+        self.notify()
+        for name in list(self.memories):
+            if name not in self.members and restarts:
+                self.restart(name)
+            self.ask(name)
+            self.work(name)
+        self.end_collectives()
+        for worker in self.workers if rollouts else ():
+            self.lease(worker)
+            self.complete(worker)
+            self.complete(worker)
+        self.pass_time(seconds)
+
+    def end_collectives(self) -> None:
+        """End the reductions that are whole, lost a member, or ran into the group timeout."""
+        for epoch, room in list(self.collectives.items()):
+            here = [one for one in room.values() if self.members.get(one.name) is one and isinstance(one.busy, Reduce)]
+            whole = bool(here) and isinstance(here[0].busy, Reduce) and len(here) == here[0].busy.world
+            late = self.now > self.entered[epoch] + self.settings.group_timeout_seconds
+            if (whole and not any(one.hung for one in here)) or len(here) < len(room) or late:
+                self.collective(epoch)
+
+    def run_until(self, wanted: Callable[[], bool], rounds: int = 200, **how: Any) -> None:
+        """Go on, without faults, until something is so."""
+        for _ in range(rounds):
+            if wanted():
+                return
+            self.round(**how)
+        raise AssertionError(f"it did not come about: head {self.account.head}, epoch {self.account.epoch}")
+
     def run_fairly(self, rounds: int = 400) -> bool:
         """Let everybody do their work without any fault; True when the run finishes."""
         for _ in range(rounds):
             if self.account.finished and all(member.done for member in self.members.values()):
                 return True
-            for name in [name for name, member in self.members.items() if member.hung]:
-                self.kill(name)
-            self.notify()
-            for name in list(self.memories):
-                if name not in self.members:
-                    self.restart(name)
-                self.ask(name)
-                self.work(name)
-            for epoch, room in list(self.collectives.items()):
-                here = [
-                    one for one in room.values() if self.members.get(one.name) is one and isinstance(one.busy, Reduce)
-                ]
-                whole = bool(here) and isinstance(here[0].busy, Reduce) and len(here) == here[0].busy.world
-                if (
-                    whole
-                    or len(here) < len(room)
-                    or self.now > self.entered[epoch] + self.settings.group_timeout_seconds
-                ):
-                    self.collective(epoch)
-            for worker in self.workers:
-                self.lease(worker)
-                self.complete(worker)
-                self.complete(worker)
-            self.pass_time(0.6)
+            self.round()
         return False
 
 
