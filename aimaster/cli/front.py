@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from aimaster.cli.front_display import Display, IncidentTeller, OutputFollower
 from aimaster.cli.front_drills import Drill, Engine, due, inflict, step_of
 from aimaster.cli.front_folder import RunFolder
@@ -137,13 +139,13 @@ class Front:
                 self._display.note(f"{name}: flushing and stopping; once more kills at once")
 
     def _look(self, now: float) -> None:
-        status = self._link.status()
+        first = self._status is None
+        status = self._ask()
         if status is None:
             if hung(self._master, now, self._link.answered_at):
                 self._display.note("the master does not answer; it is killed and started again")
                 self._kill(self._master)
             return
-        first, self._status = self._status is None, status
         if first and self._folder.resumed:
             # A drill is of the run, not of each start: what was due before is not done again.
             self._drills = [drill for drill in self._drills if drill.step > step_of(status)]
@@ -159,6 +161,13 @@ class Front:
         if self._ending_since is None:
             self._mind_silent_agents(status, now)
             self._inflict_drills(status)
+
+    def _ask(self) -> JobStatus | None:
+        """The run now, kept as its newest picture; None when the master does not answer."""
+        status = self._link.status()
+        if status is not None:
+            status = self._status = with_known_figures(status, self._status)
+        return status
 
     def _mind_silent_agents(self, status: JobStatus, now: float) -> None:
         """An agent that hangs is killed here: the master may not overtake it, and its members are watched by it alone."""
@@ -196,12 +205,13 @@ class Front:
 
     def _wind_down(self) -> None:
         """End what still runs: agents, then the master, then whatever they left."""
-        self._status = (None if self._killed else self._link.status()) or self._status
+        if not self._killed:
+            self._ask()
         for program in (*self._agents.values(), self._master):
             program.keep = False
         if not self._killed:
             self._terminate(list(self._agents.values()))
-            self._status = self._link.status() or self._status
+            self._ask()
             self._terminate([self._master])
         left = kill_descendants()
         if left and not self._killed:
@@ -259,6 +269,21 @@ class Front:
 
     def _pids(self) -> set[int]:
         return {program.placed.pid for program in (self._master, *self._agents.values()) if program.placed is not None}
+
+
+def with_known_figures(status: JobStatus, before: JobStatus | None) -> JobStatus:
+    """A new master has not heard the controller yet: until it has, what the one before knew of the training stands."""
+    if before is None or status.controller_url or not before.controller_url:
+        return status
+    return msgspec.structs.replace(
+        status,
+        epoch=before.epoch,
+        lineage=before.lineage,
+        step=before.step,
+        steps=before.steps,
+        figures=before.figures,
+        controller_url=before.controller_url,
+    )
 
 
 def master_program(folder: RunFolder, port: int) -> Program:
