@@ -221,15 +221,23 @@ def test_a_second_interrupt_kills_at_once(tmp_path):
         nothing_runs(one, 5)
 
 
-def test_a_killed_front_leaves_no_orphan(tmp_path):
-    """SIGKILL of the front: master, agent, shim, command and what it started end by themselves, and the same command resumes."""
+def test_a_killed_front_leaves_no_orphan_and_the_same_command_resumes(tmp_path):
+    """SIGKILL of the front: master, agent, shim, command and what it started end by themselves; a start right behind the kill waits for them."""
     with job(tmp_path / "run", "--", PYTHON, write(tmp_path, SLEEPER)) as one:
-        until(lambda: "\nup\n" in one.output.read_text(), f"the command is up\n{one.story()}", 30)
-        assert len(processes_of(one.run)) >= 5
-        assert one.front is not None
-        one.front.kill()
-        one.front.wait()
-        nothing_runs(one, 30)
+        for times_up in (1, 2):
+            until(lambda n=times_up: one.output.read_text().splitlines().count("up") == n, "the command is up", 40)
+            assert len(processes_of(one.run)) >= 5
+            assert one.front is not None
+            one.front.kill()
+            one.front.wait()
+            if times_up == 1:
+                nothing_runs(one, 30)
+            one.start()
+        until(lambda: one.output.read_text().splitlines().count("up") == 3, f"the command is up\n{one.story()}", 40)
+        one.interrupt()
+        assert one.wait(40) == 130
+        assert summary(one)["starts"] == 3
+        nothing_left(one)
 
 
 def test_killed_master_and_agent_are_replaced_and_the_command_does_not_notice(tmp_path):
