@@ -57,7 +57,7 @@ def convert(gguf: Path, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=name)
     loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.float32)
     sizes = {key: value for key, value in loaded.config.to_dict().items() if key not in NOT_OF_A_FRESH_MODEL}
-    model = LlamaForCausalLM(LlamaConfig(**sizes))
+    model = LlamaForCausalLM(LlamaConfig(**sizes))  # type: ignore[no-untyped-call]
     model.load_state_dict(loaded.state_dict())
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id

@@ -84,7 +84,11 @@ class PatientConnection(http.client.HTTPConnection):
         if self._socket_path:
             inner = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             inner.settimeout(CONNECT_SECONDS)
-            inner.connect(self._socket_path)
+            try:
+                inner.connect(self._socket_path)
+            except OSError:
+                inner.close()
+                raise
         else:
             inner = socket.create_connection((self.host, self.port), timeout=CONNECT_SECONDS)
             inner.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -41,10 +41,10 @@ from aimaster.wire.training import (
     Wait,
 )
 from rl_runtime.algo.loss import Normaliser
+from rl_runtime.drills import Drills
 from rl_runtime.elastic import ElasticGroup, ReductionAborted
 from rl_runtime.links.base import PolicyLink
 from rl_runtime.member import Identity
-from rl_runtime.drills import Drills
 from rl_runtime.policy.state import MemberState
 from rl_runtime.policy.trainer import Batch, digest
 

@@ -140,14 +140,18 @@ class Trainer:
 
     def weights(self) -> dict[str, Tensor]:
         """Return the parameters by their checkpoint names: views, good until the next `apply`."""
-        return dict(_views(self.model.module, self._parameters.detach()))
+        return dict(self.views(self._parameters.detach()))
+
+    def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parts of a flat tensor under the names of the parameters they belong to."""
+        yield from _views(self.model.module, flat)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Return all tensors a replica needs, as views: what is restored into them is in place."""
         return {
             "model": self.weights(),
-            "exp_avg": dict(_views(self.model.module, self._first_moment)),
-            "exp_avg_sq": dict(_views(self.model.module, self._second_moment)),
+            "exp_avg": dict(self.views(self._first_moment)),
+            "exp_avg_sq": dict(self.views(self._second_moment)),
             "optimizer": {"step": self._optimizer_step},
         }
 
