@@ -194,6 +194,11 @@ class Progress(NamedTuple):
     line: bytes
 
 
+def may_hold_progress(piece: bytes) -> bool:
+    """A cheap look whether reading progress from it is worth while."""
+    return any(word in piece for word in (b"step", b"Step", b"iter", b"Iter", b"it/s", b"poch", b"throughput"))
+
+
 def read_progress(piece: bytes) -> list[Progress]:
     """The progress lines of a piece of log."""
     found = []

@@ -7,7 +7,7 @@ on lines that hold one of its literals. A line that a benign sign explains says 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from aimaster.catalogue.sign import SUBJECT_GROUPS, Sign
@@ -180,16 +180,18 @@ class Catalogue:
         """Where literals end in a chunk; the list is reused by the next call."""
         return self._search.find(chunk)
 
-    def confirm(self, line: bytes, numbers: Iterable[int]) -> Iterator[tuple[Compiled, re.Match[bytes]]]:
+    def confirm(self, line: bytes, numbers: Iterable[int]) -> list[tuple[Compiled, re.Match[bytes]]]:
         """The signs, of those with these literals, that a line really shows."""
-        tried: set[int] = set()
         found: list[tuple[Compiled, re.Match[bytes]]] = []
+        tried: list[int] = []
         kernel: bool | None = None
+        silenced = False
+        by_number = self._by_number
         for number in numbers:
-            for compiled in self._by_number[number]:
+            for compiled in by_number[number]:
                 if compiled.number in tried:
                     continue
-                tried.add(compiled.number)
+                tried.append(compiled.number)
                 if compiled.kernel_only:
                     if kernel is None:
                         kernel = KERNEL_LINE.search(line) is not None
@@ -198,9 +200,8 @@ class Catalogue:
                 hit = compiled.pattern.search(line)
                 if hit is not None:
                     found.append((compiled, hit))
-        if any(compiled.order == 0 for compiled, _ in found):
-            return iter([pair for pair in found if pair[0].order == 0])
-        return iter(found)
+                    silenced = silenced or compiled.order == 0
+        return [pair for pair in found if pair[0].order == 0] if silenced else found
 
     def match(self, line: str | bytes, source: str = "") -> list[Match]:
         """The signs one line shows; `source` keeps only those of one source, for example `kernel`."""

@@ -7,31 +7,30 @@ one sign is bounded (`CAP`); statements beyond it are counted in `dropped`, neve
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
 import msgspec
 
 from aimaster.catalogue.blocks import OPENERS, Block
-from aimaster.catalogue.lines import Progress, Speaker, Stamp, read_progress, read_speaker, read_stamp, speaker_of_file
+from aimaster.catalogue.lines import Progress, Speaker, Stamp, may_hold_progress, read_progress, read_speaker, read_stamp, speaker_of_file
 from aimaster.catalogue.matcher import Catalogue, Compiled, read_groups
 from aimaster.catalogue.sign import Sign
 from aimaster.wire.health import Subject
 
-CHUNK_BYTES: Final = 512 * 1024
+CHUNK_BYTES: Final = 1024 * 1024
 LONGEST_LINE: Final = 16 * 1024
 """A longer line is looked at around the literal only."""
 KEPT_TEXT: Final = 1500
 """Characters of a line that are kept as evidence."""
 LOOK_BACK: Final = 4096
 """How far back a time is sought for a line that tells none."""
-PROGRESS_TAIL: Final = 6144
+PROGRESS_TAIL: Final = 4096
 """Bytes at the end of each chunk, and before each root, that are searched for progress."""
 HEAD_SAMPLE: Final = 16 * 1024
 """Bytes of the beginning that are kept, to tell what is new at the end."""
 CAP: Final = {"echo": 512, "root": 8192, "fact": 65536}
-
-_PROBE = re.compile(rb"[\r\n]")
 
 
 class Hit(msgspec.Struct, kw_only=True):
@@ -63,10 +62,12 @@ class ProgressMark(msgspec.Struct, frozen=True, kw_only=True):
 class LogScan:
     """One log file (or one tailed log): feed chunks, then finish; the results are plain attributes."""
 
-    def __init__(self, catalogue: Catalogue, *, node: str | None, file: str) -> None:
+    def __init__(self, catalogue: Catalogue, *, node: str | None, file: str, count_lines: bool = True) -> None:
         self.catalogue = catalogue
         self.node = node
         self.file = file
+        self.count_lines = count_lines
+        """Counting newlines costs as much as searching for signs; for a huge file the few numbers needed are counted afterwards."""
         self.about = speaker_of_file(file)
         self.hits: list[Hit] = []
         self.blocks: list[Block] = []
@@ -82,6 +83,7 @@ class LogScan:
         self._seen: dict[tuple[object, ...], Hit] = {}
         self._kept: dict[int, int] = {}
         self._open: list[Block] = []
+        self._pieces: deque[tuple[int, bytes]] = deque(maxlen=8)
         self.head = b""
         self._before = b""
         self._rest = b""
@@ -110,6 +112,7 @@ class LogScan:
             rest, self._rest = self._rest, b""
             self._read(rest)
         self._open.clear()
+        self.note_progress()
         for line in reversed(self._before[-LOOK_BACK:].splitlines()[-60:]):
             self.end_stamp = read_stamp(line)
             if self.end_stamp is not None:
@@ -128,9 +131,11 @@ class LogScan:
         if hits:
             hits = sorted(hits)
             self._look(chunk, hits)
-        self._note_progress(chunk)
         self._before = chunk[-max(LOOK_BACK, PROGRESS_TAIL) :]
-        self.lines_read += chunk.count(b"\n", self._counted_to)
+        if may_hold_progress(self._before):
+            self._pieces.append((self.bytes_read + len(chunk) - len(self._before), self._before))
+        if self.count_lines:
+            self.lines_read += chunk.count(b"\n", self._counted_to)
         self.bytes_read += len(chunk)
 
     @property
@@ -250,6 +255,8 @@ class LogScan:
     # --------------------------------------------------------------------------------------------- numbers, times, blocks
 
     def _line_number(self, chunk: bytes, start: int) -> int:
+        if not self.count_lines:
+            return 0
         if start >= self._counted_to:
             self.lines_read += chunk.count(b"\n", self._counted_to, start)
             self._counted_to = start
@@ -298,24 +305,22 @@ class LogScan:
             at = end + 1
             number += 1
 
-    def _note_progress(self, chunk: bytes) -> None:
-        piece = chunk[-PROGRESS_TAIL:]
-        steps = read_progress(piece)
-        if not steps:
+    def note_progress(self) -> None:
+        """Reads the newest progress from the ends of the last chunks; only the newest is of interest."""
+        for start, piece in reversed(self._pieces):
+            steps = read_progress(piece)
+            if not steps:
+                continue
+            found = steps[-1]
+            self.newest_steps = [(start + step.at, step.number) for step in steps]
+            mark = ProgressMark(
+                stamp=self._progress_stamp(piece, found),
+                offset=start + found.at,
+                number=found.number,
+                text=found.line[:KEPT_TEXT].decode(errors="replace"),
+            )
+            self.progress = [mark]
             return
-        found = steps[-1]
-        start = self.bytes_read + len(chunk) - len(piece)
-        self.newest_steps = [(start + step.at, step.number) for step in steps]
-        mark = ProgressMark(
-            stamp=self._progress_stamp(piece, found),
-            offset=start + found.at,
-            number=found.number,
-            text=found.line[:KEPT_TEXT].decode(errors="replace"),
-        )
-        if len(self.progress) >= 2:
-            self.progress[-1] = mark  # the first and the newest are enough
-        else:
-            self.progress.append(mark)
 
     def steps_after(self, offset: int) -> int:
         """How many different steps this log reports after a place, as far as its newest progress shows."""

@@ -10,6 +10,7 @@ import re
 import sys
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import click
@@ -20,9 +21,11 @@ from aimaster.catalogue import Catalogue, RuleError, load
 from aimaster.catalogue.findings import collect
 from aimaster.catalogue.scan import LogScan
 from aimaster.catalogue.templates import new_lines
-from aimaster.cli.diagnose_inputs import Unreadable, name_nodes, open_sources
+from aimaster.cli.diagnose_inputs import Unreadable, line_number, name_nodes, open_sources
 from aimaster.wire.health import Evidence, Finding, Verdict
 
+COUNTED_BYTES = 256 * 1024 * 1024
+"""In larger plain files the line numbers of the evidence are counted by a second, partial pass."""
 UNIT_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 MARKS = {"self": "ROOT", "accusation": "ROOT", "follower": "echo", "benign": "    "}
 
@@ -45,7 +48,7 @@ def read_logs(paths: tuple[str, ...], catalogue: Catalogue, problems: list[Unrea
     scans: list[tuple[tuple[str, str], LogScan]] = []
     for source in open_sources(paths, sys.stdin.buffer, problems):
         shown = source.name or source.root
-        scan = LogScan(catalogue, node=None, file=shown)
+        scan = LogScan(catalogue, node=None, file=shown, count_lines=source.size < COUNTED_BYTES)
         try:
             for number, chunk in enumerate(source.chunks):
                 if number == 0 and b"\0" in chunk[:1024]:
@@ -77,6 +80,7 @@ def examine(
     scans = read_logs(paths, catalogue, problems)
     findings = [one for one in collect(scans, catalogue.xids, now=now) if _within(one, since, until)]
     verdict = judge(findings, now)
+    verdict = msgspec.structs.replace(verdict, evidence=tuple(_with_line(line, scans, paths) for line in verdict.evidence))
     if verdict.category == "unknown":
         verdict = msgspec.structs.replace(verdict, candidates=tuple(new_lines(scans)))
     dropped: dict[str, int] = {}
@@ -93,6 +97,15 @@ def examine(
         dropped=dropped,
         problems=problems,
     )
+
+
+def _with_line(line: Evidence, scans: list[LogScan], paths: tuple[str, ...]) -> Evidence:
+    """The evidence with its line number, where the scan did not count lines."""
+    scan = next((one for one in scans if one.file == line.file and not one.count_lines), None)
+    if line.line or scan is None or not line.text:
+        return line
+    path = next((place for place in (line.file, *(str(Path(root, line.file)) for root in paths)) if Path(place).is_file()), None)
+    return line if path is None else msgspec.structs.replace(line, line=line_number(path, line.offset))
 
 
 def _within(finding: Finding, since: float | None, until: float | None) -> bool:

@@ -35,6 +35,8 @@ class Source(NamedTuple):
     name: str
     """Relative to it; empty for a file given itself."""
     chunks: Iterator[bytes]
+    size: int = 0
+    """Bytes of a plain file; 0 for everything that cannot be read twice."""
 
 
 class Unreadable(NamedTuple):
@@ -101,7 +103,8 @@ def _file(root: str, path: Path, relative: str, problems: list[Unreadable]) -> I
             return
         size = os.fstat(raw.fileno()).st_size if path.is_file() else None
         stream, _ = _unpack(raw, path.name)
-        yield Source(root, relative, _read(stream, size if stream is raw else None))
+        plain = stream is raw and size is not None
+        yield Source(root, relative, _read(stream, size if plain else None), (size or 0) if plain else 0)
 
 
 def _tar_kind(name: str, head: bytes) -> bool:
@@ -184,6 +187,17 @@ def _read(stream: IO[bytes], most: int | None = None) -> Iterator[bytes]:
         if left is not None:
             left -= len(data)
         yield data
+
+
+def line_number(path: str, offset: int) -> int:
+    """The number of the line that begins at an offset of a plain file."""
+    count = 0
+    with open(path, "rb", buffering=0) as file:
+        left = offset
+        while left > 0 and (data := file.read(min(CHUNK_BYTES, left))):
+            count += data.count(b"\n")
+            left -= len(data)
+    return count + 1
 
 
 # -------------------------------------------------------------------------------------------------- which node is it
