@@ -17,7 +17,7 @@ from agents.peers import Peers
 from aimaster.telemetry.tokens import Role, Tokens
 from aimaster.telemetry.web import Turning, add_health, explain_errors, guard, problem, reply_json, reply_packed
 from aimaster.wire import codec
-from aimaster.wire.checkpoint import FetchRequest, SealedNotice
+from aimaster.wire.checkpoint import FetchRequest, SealedNotice, Version
 from easyckpt import layout, replica
 from easyckpt.errors import EasyckptError, NoRoom, Pinned
 
@@ -118,7 +118,8 @@ class Endpoints:
 
     async def _receive(self, request: web.Request) -> web.StreamResponse:
         try:
-            place = await self._peers.receive(request.match_info["name"], request.content)
+            version = _version(request.query.get("version", ""))
+            place = await self._peers.receive(request.match_info["name"], request.content, version)
         except NoRoom as error:
             return problem(507, str(error), "free memory on this node, or copy less often")
         except Pinned as error:
@@ -150,3 +151,9 @@ class Endpoints:
 def _needed(request: web.Request) -> Role:
     """Looking is for everybody with a secret, bringing bytes for the run's own programs."""
     return "member" if request.method == "PUT" else "read"
+
+
+def _version(text: str) -> Version | None:
+    """`LINEAGE.STEP`; None for anything else."""
+    lineage, _, step = text.partition(".")
+    return Version(int(lineage), int(step)) if lineage.isdecimal() and step.isdecimal() else None

@@ -7,6 +7,7 @@ new address and gets the newest copy again.
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -20,8 +21,8 @@ from aimaster.wire import codec
 from aimaster.wire.checkpoint import FetchReply, FetchRequest, SnapshotPlace, Version
 from aimaster.wire.ids import NodeId
 from aimaster.wire.messages import AgentEvent, SnapshotMoved
-from easyckpt import replica
-from easyckpt.errors import EasyckptError
+from easyckpt import layout, replica
+from easyckpt.errors import EasyckptError, Foreign
 from easyckpt.shm import Segment
 
 LIST_SECONDS = 2.0
@@ -54,7 +55,11 @@ class Peers:
         self._report = report
         self._copied: dict[str, tuple[str, tuple[int, int]]] = {}
         """By member and rank: where the newest copy went, and its version."""
-        self._fetching = asyncio.Lock()
+        self._silent: set[NodeId] = set()
+        """Peers that did not answer last time; said once."""
+        self._retry: asyncio.TimerHandle | None = None
+        self._arriving: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By member and rank: two copies that arrive at once would share a slot."""
 
     def set(self, urls: dict[NodeId, str]) -> None:
         """Addresses of all agents of the run, this one included or not."""
@@ -77,7 +82,12 @@ class Peers:
                 continue
             for segment in self._due():
                 if not await self._copy(segment):
-                    asyncio.get_running_loop().call_later(RETRY_SECONDS, self._keeper.sealed.set)
+                    self._try_again()
+
+    def _try_again(self) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+        self._retry = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._keeper.sealed.set)
 
     def _due(self) -> list[Segment]:
         newest: dict[str, Segment] = {}
@@ -97,11 +107,14 @@ class Peers:
             try:
                 answer = await self._put(url, segment)
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                log.info("peer_silent", peer=peer, error=str(error)[:200])
+                if peer not in self._silent:
+                    log.info("peer_silent", peer=peer, error=str(error)[:200])
+                self._silent.add(peer)
                 continue
             except EasyckptError as error:  # overwritten before it was pinned: a newer one is there
                 log.debug("copy_overtaken", name=segment.path.name, error=str(error))
                 return True
+            self._silent.discard(peer)
             if answer is None:
                 self.copies["sent"] += 1
                 self._copied[f"{segment.header.member}.r{segment.header.rank}"] = (url, segment.header.version)
@@ -120,26 +133,39 @@ class Peers:
                 return None  # a newer one lies there by now; its own seal wakes the copy
             async with self._session.put(
                 f"{url}/v1/replicas/{segment.path.name}",
+                params={"version": "{}.{}".format(*segment.header.version)},
                 data=_pieces(outgoing),
                 headers=bearer(self._token_file) | {"Content-Length": str(outgoing.total_bytes)},
                 timeout=aiohttp.ClientTimeout(total=COPY_SECONDS, sock_connect=LIST_SECONDS, sock_read=60.0),
             ) as response:
                 return None if response.status == 200 else (await response.text())[:500]
 
-    async def receive(self, name: str, content: aiohttp.StreamReader) -> SnapshotPlace:
-        """Take a segment that arrives. Raises EasyckptError when it is not proven; nothing of it is a candidate then."""
-        incoming = replica.Incoming(self._keeper.folder, name)
-        try:
-            held = bytearray()
-            async for piece in content.iter_any():
-                held += piece
-                if len(held) >= FEED_BYTES:
-                    await asyncio.to_thread(incoming.feed, bytes(held))
-                    held.clear()
-            incoming.feed(held)
-            return self._keeper.place(incoming.commit())
-        finally:
-            incoming.abort()
+    async def receive(self, name: str, content: aiohttp.StreamReader, version: Version | None = None) -> SnapshotPlace:
+        """Take a segment that arrives, unless it is here already: `version` is what its sender says of it.
+
+        Raises EasyckptError when it is not proven; nothing of it is a candidate then.
+        """
+        parsed = layout.parse_name(name)
+        if parsed is None:
+            raise Foreign(f"{name!r} is not the name of a segment; the copy is refused")
+        async with self._arriving[f"{parsed.member}.r{parsed.rank}"]:
+            for place in self._keeper.places():
+                if (place.member, place.rank, place.version) == (parsed.member, parsed.rank, version):
+                    async for _ in content.iter_any():  # a sender that is cut off would take it for a failure
+                        pass
+                    return place
+            incoming = replica.Incoming(self._keeper.folder, name)
+            try:
+                held = bytearray()
+                async for piece in content.iter_any():
+                    held += piece
+                    if len(held) >= FEED_BYTES:
+                        await asyncio.to_thread(incoming.feed, bytes(held))
+                        held.clear()
+                incoming.feed(held)
+                return self._keeper.place(incoming.commit())
+            finally:
+                incoming.abort()
 
     # -- fetching for a local member ---------------------------------------------------------------------------------
 
@@ -147,7 +173,7 @@ class Peers:
         """The newest whole snapshot of a role (or exactly `at`): from this memory, else a peer's, else where it lies on storage."""
         started = time.monotonic()
         try:
-            async with asyncio.timeout(request.deadline_seconds), self._fetching:
+            async with asyncio.timeout(request.deadline_seconds):
                 found = await self._fetch(request)
         except TimeoutError:
             found = ()
@@ -193,7 +219,7 @@ class Peers:
         url = f"{self.urls[node]}/v1/snapshots/{place.name}"
         async with self._session.get(url, headers=bearer(self._token_file), timeout=timeout) as response:
             response.raise_for_status()
-            got = await self.receive(place.name, response.content)
+            got = await self.receive(place.name, response.content, place.version)
         if got.version != place.version:
             raise EasyckptError(f"{place.name} of {node} was overwritten meanwhile: it holds {got.version} now")
         self.copies["fetched"] += 1

@@ -38,10 +38,7 @@ from aimaster.wire.messages import (
 )
 from aimaster.wire.places import RunPlaces, agent_socket, node_memory, segments
 from aimaster.wire.topology import JobPlan, MemberSpec
-from easyckpt import layout, shm
-from easyckpt.digest import digest_bytes
-from easyckpt.layout import SegmentHeader, SegmentName, TensorEntry
-from easyckpt.slot import Slot
+from easyckpt import shm
 
 QUICK = {
     "AIMASTER_AGENT__PROGRESS_SECONDS": "0.05",
@@ -275,31 +272,24 @@ while True:
 
 
 def seal_segment(
-    folder: Path,
-    step: int,
-    *,
-    name: str = "policy-0",
-    slot: int = 0,
-    lineage: int = 0,
-    flush: bool = True,
-    size_bytes: int = 40_000,
+    folder: Path, step: int, *, name: str = "policy-0", flush: bool = True, size_bytes: int = 40_000
 ) -> Path:
-    """Write and seal a segment of one tensor whose bytes depend on the step, as a trainer's engine does, without torch."""
-    entries = [TensorEntry(name="w", dtype="uint8", shape=(size_bytes,))]
-    header = SegmentHeader(
-        member=name, role=name.rpartition("-")[0], rank=0, ranks=1, lineage=lineage, step=step, flush=flush,
-        chain=f"{step:032x}", tensors=layout.place(entries), extra={"step": step},
-    )  # fmt: skip
-    place = Slot(folder / str(SegmentName(member=name, rank=0, slot=slot)))
-    place.fit(layout.room_for(header), header.data_bytes)
-    place.claim()
-    block = bytes((step + i) % 251 for i in range(size_bytes))
-    view = place.view()
-    view[:size_bytes] = block
-    view.release()
-    place.seal(layout.with_digests(header, {"w": digest_bytes(block)}))
-    place.close()
-    return place.path
+    """Seal a snapshot of one tensor whose bytes depend on the step, as a trainer's engine does under an agent; returns its file."""
+    import torch
+
+    from easyckpt import Checkpointer
+
+    sealed: list[Path] = []
+    engine = Checkpointer(
+        folder=folder, member=name, role=name.rpartition("-")[0], on_sealed=lambda path, _header: sealed.append(path)
+    )
+    try:
+        weights = (torch.arange(size_bytes, dtype=torch.int64) + step).to(torch.uint8)
+        assert engine.save(step, {"w": weights}, lineage=0, flush=flush)
+        engine.wait(30)
+    finally:
+        engine.close()
+    return sealed[0]
 
 
 async def ask_agent(memory: Path, path: str, record, kind=None):

@@ -1,3 +1,4 @@
+import asyncio
 import os
 
 import aiohttp
@@ -37,8 +38,8 @@ async def test_a_marked_segment_goes_to_storage(run):
     run.agent()
     async with Master(run) as master:
         await master.connected("node-0")
-        await seal(run, 1, slot=0, flush=False)
-        path = await seal(run, 2, slot=1)
+        await seal(run, 1, flush=False)
+        path = await seal(run, 2)
         moved = await master.event(SnapshotMoved)
         assert (moved.place.tier, moved.place.version, moved.place.node, moved.error) == (
             "storage",
@@ -59,7 +60,7 @@ async def test_old_checkpoints_go(run):
     async with Master(run) as master:
         await master.connected("node-0")
         for step in range(1, 6):
-            await seal(run, step, slot=step % 2)
+            await seal(run, step)
             await master.event(SnapshotMoved, place=await _place_of(master, step))
         await until(lambda: stored(run) == [5, 4, 3])
 
@@ -95,7 +96,7 @@ async def test_the_newest_segment_is_copied_to_one_peer(run):
         await until(lambda: held(run, "node-1") == [3])
         copy = run.segments("node-1") / "policy-0.r0.peer.s0.safetensors"
         assert copy.read_bytes() == path.read_bytes()
-        await seal(run, 4, slot=1, flush=False)
+        await seal(run, 4, flush=False)
         await until(lambda: held(run, "node-1") == [4, 3])
         assert held(run, "node-2") == []
         assert held(run, "node-0") == []
@@ -128,7 +129,7 @@ async def test_a_corrupt_copy_is_refused(run):
         await master.connected("node-1")
         url = master.hellos[0].url
         run.segments("node-0").mkdir(parents=True)
-        good, bad = seal_segment(run.segments("node-0"), 1), seal_segment(run.segments("node-0"), 2, slot=1)
+        good, bad = seal_segment(run.segments("node-0"), 1), seal_segment(run.segments("node-0"), 2)
         headers = {"Authorization": f"Bearer {run.token}"}
         async with aiohttp.ClientSession() as session:
             answer = await session.put(f"{url}/v1/replicas/{good.name}", data=good.read_bytes(), headers=headers)
@@ -172,13 +173,36 @@ async def test_a_member_fetches_from_memory_peers_and_storage(run):
         assert await fetch("node-2") == [("peer", 3)]
         assert held(run, "node-2") == [3]
         assert await fetch("node-2", newer_than=Version(0, 3)) == []
-        await seal(run, 4, slot=1, flush=False)
+        await seal(run, 4, flush=False)
         assert await fetch("node-2", newer_than=Version(0, 3)) == [("peer", 4)]
         assert await fetch("node-2", at=Version(0, 3)) == [("peer", 3)]
         for node in run.nodes:
             for path in run.segments(node).glob("*.safetensors"):
                 path.unlink()
         assert await fetch("node-2") == [("storage", 3)]
+
+
+async def test_copies_of_one_snapshot_do_not_meet(run):
+    """The same snapshot sent four times at once is kept once, and the copy before it stays."""
+    run.agent("node-1")
+    async with Master(run) as master:
+        await master.connected("node-1")
+        run.segments("node-0").mkdir(parents=True)
+        headers = {"Authorization": f"Bearer {run.token}"}
+        async with aiohttp.ClientSession(master.hellos[0].url, headers=headers) as session:
+
+            async def put(path, step):
+                data = path.read_bytes()
+                return (
+                    await session.put(f"/v1/replicas/{path.name}", params={"version": f"0.{step}"}, data=data)
+                ).status
+
+            assert await put(seal_segment(run.segments("node-0"), 1), 1) == 200
+            second = seal_segment(run.segments("node-0"), 2, size_bytes=900_000)
+            assert await asyncio.gather(*(put(second, 2) for _ in range(4))) == [200] * 4
+        assert held(run, "node-1") == [2, 1]
+        for segment in shm.scan(run.segments("node-1")):
+            shm.verify(segment.path)
 
 
 async def test_a_corrupt_peer_is_passed_over(run):
@@ -190,7 +214,7 @@ async def test_a_corrupt_peer_is_passed_over(run):
             await master.connected(node)
         await seal(run, 3)
         await until(lambda: stored(run) == [3])
-        path = seal_segment(run.segments(), 4, slot=1, flush=False)
+        path = seal_segment(run.segments(), 4, flush=False)
         with path.open("r+b") as file:
             file.seek(-50, os.SEEK_END)
             file.write(b"\xff\xfe\xfd")
