@@ -6,6 +6,7 @@ list them. Exit codes are the same for every verb and printed by `--help`.
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, Final
@@ -81,10 +82,18 @@ def main(argv: Sequence[str] | None = None) -> Any:
     except (click.Abort, KeyboardInterrupt):
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
-        # The reader (`head`, `less`) has gone: nothing to say and nobody to say it to.
-        sys.stderr.close()
-        sys.exit(0)
+        code = 0
+    _let_go_of_closed_pipes()
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _let_go_of_closed_pipes() -> None:
+    """When the reader (`head`, `less`) has gone, what is still buffered goes nowhere, without a complaint at exit."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Each incident is told once when it is decided and once when training goes on. A 
 by line, with its rank before it where there are several.
 """
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Protocol, TextIO
@@ -44,7 +45,9 @@ class PlainDisplay:
         self._said: tuple[str, int] | None = None
 
     def note(self, text: str) -> None:
-        print(f"aimaster: {text}", file=self._stream, flush=True)
+        # Who reads no more (`2>&1 | head`) does not end the job.
+        with contextlib.suppress(BrokenPipeError):
+            print(f"aimaster: {text}", file=self._stream, flush=True)
 
     def show(self, status: JobStatus) -> None:
         now = (status.state, status.step)
@@ -147,11 +150,13 @@ class OutputFollower:
         ]
 
     def pass_on(self, *, last: bool = False) -> None:
-        """Print what is new; with `last`, an unfinished last line too."""
-        for file in self._files:
-            for line in file.new_lines(last=last):
-                self._stream.write(line)
-        self._stream.flush()
+        """Print what is new; with `last`, an unfinished last line too. When nobody reads any more, the job goes on unheard."""
+        lines = [line for file in self._files for line in file.new_lines(last=last)]
+        try:
+            self._stream.writelines(lines)
+            self._stream.flush()
+        except BrokenPipeError:
+            self._files = []
 
 
 class _Tail:

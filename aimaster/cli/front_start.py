@@ -3,6 +3,7 @@
 Nothing is written before the checks are through, and nothing is started before all files are written.
 """
 
+import contextlib
 import os
 import socket
 import sys
@@ -115,7 +116,8 @@ def conduct(folder: RunFolder, plan: JobPlan, drills: Sequence[Drill], *, port: 
         display.close()
     write_json(places.summary, summary)
     folder.mark(summary.outcome)
-    print_summary(summary, as_json=as_json)
+    with contextlib.suppress(BrokenPipeError):  # it is kept in the run folder, and the exit code still counts
+        print_summary(summary, as_json=as_json)
     return summary.exit_code
 
 

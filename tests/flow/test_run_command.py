@@ -3,13 +3,14 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.flow.jobs import Job, alive, job, processes_of, until
+from tests.flow.jobs import AIMASTER, Job, alive, job, processes_of, until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -79,6 +80,24 @@ def test_a_command_runs_to_its_end(tmp_path):
         )
         assert end["incidents"] == []
         nothing_left(one)
+
+
+def test_a_reader_that_goes_away_does_not_end_the_job(tmp_path):
+    """`aimaster run ... 2>&1 | head -1`: the command runs to its end unheard, and the exit code is its own."""
+    script = write(
+        tmp_path,
+        "for number in range(2000): print('x' * 100)\nopen('DONE', 'w').close()".replace(
+            "DONE", str(tmp_path / "done")
+        ),
+    )
+    words = [*AIMASTER, "run", "--run-dir", str(tmp_path / "run"), "--", PYTHON, script]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as front:
+        assert front.stdout is not None
+        assert front.stdout.readline().startswith(b"aimaster: run train")
+        front.stdout.close()
+        assert front.wait(30) == 0
+    assert (tmp_path / "done").exists()
+    assert json.loads((tmp_path / "run" / "summary.json").read_bytes())["outcome"] == "finished"
 
 
 def test_a_user_s_exception_stops_the_job_at_once(tmp_path):
