@@ -2,7 +2,7 @@
 
     kill:policy-1@20   SIGKILL         subjects: any member, `master`, `agent-NODE`
     stop:rollout-1@50  SIGSTOP         as above
-    hang:policy-0@30   the member's own training thread goes to sleep in C; carried out by the member itself
+    hang:policy-0@30   its training thread sleeps in C with the GIL held (`:pipe`, `:spin` behind it: blocked, spinning); the member does it itself
     node:node-1@40     the node is lost: its agent stopped, its shims, members and agent killed, both its folders deleted
 
 `due` is pure: a drill is due when its step is committed and its subject lives. Each is announced to the master before it is
@@ -27,6 +27,8 @@ from aimaster.wire.topology import JobPlan
 
 Fault = Literal["kill", "stop", "hang", "node"]
 FAULTS: tuple[Fault, ...] = get_args(Fault)
+HANGS = ("", "gil", "pipe", "spin")
+HANGING_ROLES = ("policy", "rollout")
 MASTER = "master"
 AGENT = "agent-"
 
@@ -37,9 +39,11 @@ class Drill(msgspec.Struct, frozen=True, kw_only=True):
     fault: Fault
     subject: str
     step: int
+    how: str = ""
+    """Of a hang: `gil`, `pipe` or `spin`; empty means `gil`."""
 
     def __str__(self) -> str:
-        return f"{self.fault}:{self.subject}@{self.step}"
+        return f"{self.fault}:{self.subject}@{self.step}" + (f":{self.how}" if self.how else "")
 
 
 class DrillError(ValueError):
@@ -54,11 +58,14 @@ def parse_drills(text: str) -> tuple[Drill, ...]:
 def _parse(part: str) -> Drill:
     fault, colon, rest = part.partition(":")
     subject, at, step = rest.rpartition("@")
-    if fault not in FAULTS or not colon or not at or not subject or not step.isdecimal():
+    how = ""
+    if fault == "hang":
+        step, _, how = step.partition(":")
+    if fault not in FAULTS or how not in HANGS or not colon or not at or not subject or not step.isdecimal():
         raise DrillError(
             f"{part!r} is no drill: expected FAULT:SUBJECT@STEP, FAULT one of {', '.join(FAULTS)}; for example kill:policy-1@20"
         )
-    return Drill(fault=fault, subject=subject, step=int(step))
+    return Drill(fault=fault, subject=subject, step=int(step), how=how)
 
 
 def check_drills(drills: Sequence[Drill], plan: JobPlan) -> None:
@@ -68,7 +75,7 @@ def check_drills(drills: Sequence[Drill], plan: JobPlan) -> None:
         if drill.fault == "node":
             subjects: list[str] = list(plan.nodes)
         elif drill.fault == "hang":
-            subjects = [member for member, spec in plan.members.items() if spec.role != "command"]
+            subjects = [member for member, spec in plan.members.items() if spec.role in HANGING_ROLES]
         else:
             subjects = [*plan.members, MASTER, *agents]
         if drill.subject not in subjects:
@@ -83,9 +90,9 @@ def step_of(status: JobStatus) -> int:
 
 
 def due(waiting: Sequence[Drill], status: JobStatus) -> tuple[Drill, ...]:
-    """Those of `waiting` to inflict now. A dead subject is waited for."""
+    """Those of `waiting` to inflict now. A dead subject is waited for. A hang is announced a step early: the member does it by itself."""
     step = step_of(status)
-    return tuple(drill for drill in waiting if drill.fault != "hang" and drill.step <= step and _lives(drill, status))
+    return tuple(drill for drill in waiting if drill.step - (drill.fault == "hang") <= step and _lives(drill, status))
 
 
 def _lives(drill: Drill, status: JobStatus) -> bool:
@@ -111,6 +118,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
 
 def inflict(drill: Drill, status: JobStatus, engine: Engine, places: RunPlaces, run_id: RunId) -> str:
     """Do it; what was done, in words. The target is looked at again after it was pinned down by a pidfd."""
+    if drill.fault == "hang":
+        return f"drill {drill}: {drill.subject} is about to hang"
     if drill.fault == "node":
         return lose_node(NodeId(drill.subject), engine, places, run_id)
     number = signal.SIGKILL if drill.fault == "kill" else signal.SIGSTOP

@@ -60,10 +60,22 @@ def test_a_text_of_drills_is_read_in_its_order():
     )
     assert parse_drills("") == ()
     assert str(parse_drills("node:node-1@40")[0]) == "node:node-1@40"
+    assert parse_drills("hang:policy-0@30:pipe") == (Drill(fault="hang", subject="policy-0", step=30, how="pipe"),)
 
 
 @pytest.mark.parametrize(
-    "text", ["kill", "kill:", "kill:policy-1", "kill:@3", "kill:policy-1@", "kill:policy-1@-1", "maim:x@1"]
+    "text",
+    [
+        "kill",
+        "kill:",
+        "kill:policy-1",
+        "kill:@3",
+        "kill:policy-1@",
+        "kill:policy-1@-1",
+        "maim:x@1",
+        "kill:x@1:spin",
+        "hang:x@1:y",
+    ],
 )
 def test_a_text_that_is_no_drill_is_named(text):
     """What cannot be read as a drill is shown with the form that is expected."""
@@ -93,11 +105,12 @@ def test_a_drill_of_a_stranger_is_refused():
         ("kill:policy-2@20", 25, "running", False),
         ("kill:master@20", 20, "running", True),
         ("node:node-0@20", 20, "dead", True),
-        ("hang:policy-1@20", 20, "running", False),
+        ("hang:policy-1@20", 18, "running", False),
+        ("hang:policy-1@20", 19, "running", True),
     ],
 )
 def test_a_drill_is_due_at_its_step_while_its_subject_lives(text, step, state, is_due):
-    """Too early or with a dead subject it waits; a hang is the member's own affair."""
+    """Too early or with a dead subject it waits; a hang, which the member does by itself, is announced a step before."""
     assert bool(due(parse_drills(text), picture(member(state=state), step=step))) == is_due
 
 
