@@ -13,14 +13,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from easyckpt.engine import Checkpointer, Restored, Sealed
+    from easyckpt.engine import Checkpointer, Sealed
+    from easyckpt.restore import Restored
     from easyckpt.sources import Candidate
     from easyckpt.weights import read_weights
 
 _HOMES = {
     "Candidate": "easyckpt.sources",
     "Checkpointer": "easyckpt.engine",
-    "Restored": "easyckpt.engine",
+    "Restored": "easyckpt.restore",
     "Sealed": "easyckpt.engine",
     "read_weights": "easyckpt.weights",
 }

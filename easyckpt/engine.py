@@ -15,17 +15,19 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from easyckpt import gate, restore, shm, snapshot, sources
-from easyckpt.errors import BadSegment, Corrupt, EasyckptError, Mismatch, NotReady, SaveFailed, StorageError
+from easyckpt import agreement, gate, shm, snapshot, sources
+from easyckpt.agreement import Agreement
+from easyckpt.errors import EasyckptError, NotReady, SaveFailed, StorageError
 from easyckpt.events import Event, Events, Kind, Listener
 from easyckpt.layout import SegmentHeader, SegmentName, Version
 from easyckpt.lineage import History, advance, begin
+from easyckpt.restore import Restored, Restorer
 from easyckpt.saver import Saver
 from easyckpt.sidecar import Settings, Sidecar
 from easyckpt.sources import Candidate
@@ -48,31 +50,6 @@ class Sealed(msgspec.Struct, frozen=True, kw_only=True):
     """Hash chain of the applied (step, batch digest) pairs."""
 
 
-class Restored(msgspec.Struct, frozen=True, kw_only=True):
-    """What `restore` filled the state with."""
-
-    lineage: int
-    """Of the version."""
-    step: int
-    """Of the version."""
-    chain: str
-    """Hash chain of the applied (step, batch digest) pairs."""
-    tier: str
-    """shm, peer or storage."""
-    member: str
-    """Whose snapshot it was."""
-    epoch: int
-    """Membership epoch in which it was saved."""
-    state_digest: str
-    """Over all tensors."""
-    extra: Any
-    """The state without its tensors, as JSON."""
-    nbytes: int
-    """Tensor bytes."""
-    seconds: float
-    """How long it took."""
-
-
 class Checkpointer:
     """Saves and restores one rank of one member."""
 
@@ -92,6 +69,7 @@ class Checkpointer:
         mode: Literal["overlap", "copy"] = "overlap",
         on_sealed: Callable[[Path, SegmentHeader], None] | None = None,
         on_event: Listener | None = None,
+        ranks_agree: Agreement | None = None,
     ) -> None:
         """`storage`: a folder for durable checkpoints. `folder`: of the segments; with `on_sealed` an agent flushes them, else a helper does.
 
@@ -108,6 +86,7 @@ class Checkpointer:
         self.folder = shm.open_folder(
             Path(folder) if folder is not None else shm.default_folder(storage or f"{role}:{member}")
         )
+        self._agreement = ranks_agree
         self._flush_every = flush_every
         self._on_sealed = on_sealed
         self.events = Events(on_event)
@@ -233,63 +212,43 @@ class Checkpointer:
         return sources.find(self.folder, self._storage, role=self.role, member=member, own=self.member)
 
     def restore(
-        self, state: Any, *, at: Version | None = None, member: str | None = None, strict: bool = True
+        self,
+        state: Any,
+        *,
+        at: Version | None = None,
+        member: str | None = None,
+        strict: bool = True,
+        only: Collection[str] | None = None,
     ) -> Restored | None:
         """Fills `state` in place from the newest whole snapshot (or from version `at`), nearest tier first; None when there is none.
 
         Every tensor is proven by its digest. A damaged copy is said, counted and left for the next tier, then for an older version. If none
         is good, Corrupt is raised and the state must not be used. A snapshot that does not fit raises Mismatch; nothing was changed then.
+        `only` names the paths (or their beginnings) to fill. The ranks of a process group agree on the version.
         """
         self._must_be_open()
         self._saver.settle(WAIT_SECONDS)
-        refused: list[str] = []
-        for candidate in self.candidates(member=member):
-            if at is not None and candidate.version != tuple(at):
-                continue
-            for source in candidate.of_rank(self.rank):
-                try:
-                    return self._restore_from(source, candidate, state, strict=strict)
-                except (BadSegment, StorageError, OSError) as error:
-                    refused.append(str(error))
-                    self._emit("tier_refused", candidate.version, tier=source.tier, text=str(error))
-        if refused:
-            raise Corrupt(
-                f"no copy could be read, and the state may be half filled; do not use it. Tried: {'; '.join(refused)}."
-                " Verify the storage (easyckpt verify), or start anew"
-            )
-        return None
+        restorer = Restorer(
+            self.folder,
+            self._storage,
+            role=self.role,
+            member=self.member,
+            rank=self.rank,
+            ranks=self.ranks,
+            agreement=self._agreement if self._agreement is not None else agreement.default(self.ranks),
+            events=self.events,
+        )
+        restored = restorer.restore(state, at=at, member=member, strict=strict, only=only)
+        if restored is not None:
+            self._history = History(lineage=restored.lineage, step=restored.step, rewinds=restored.header.rewinds)
+            self._saves = 0
+        return restored
 
     def load(self, *, at: Version | None = None) -> tuple[Restored, Any] | None:
         """The newest snapshot (or `at`) as a new state of dicts, lists and CPU tensors."""
         holder: dict[str, Any] = {}
         restored = self.restore(holder, at=at)
         return None if restored is None else (restored, holder)
-
-    def _restore_from(self, source: sources.Source, candidate: Candidate, state: Any, *, strict: bool) -> Restored:
-        started = time.monotonic()
-        with sources.open_source(source, self._storage) as shard:
-            header = shard.header
-            if header.ranks != self.ranks:
-                raise Mismatch(f"the snapshot is of {header.ranks} ranks, this member has {self.ranks}")
-            restore.fill(shard, state, strict=strict)
-        self._history = History(lineage=header.lineage, step=header.step, rewinds=header.rewinds)
-        self._saves = 0
-        seconds = time.monotonic() - started
-        self._emit(
-            "restored", header.version, tier=source.tier, nbytes=header.data_bytes, seconds=seconds, text=shard.where
-        )
-        return Restored(
-            lineage=header.lineage,
-            step=header.step,
-            chain=header.chain,
-            tier=source.tier,
-            member=candidate.member,
-            epoch=header.epoch,
-            state_digest=header.state_digest,
-            extra=header.extra,
-            nbytes=header.data_bytes,
-            seconds=seconds,
-        )
 
     # ---------------------------------------------------------------------------------------------------- inside a save
 

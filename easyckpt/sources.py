@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -61,6 +61,10 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """All shards, nearest tier first within a rank."""
 
     @property
+    def is_whole(self) -> bool:
+        return {source.rank for source in self.sources} == set(range(self.ranks))
+
+    @property
     def version(self) -> Version:
         return (self.lineage, self.step)
 
@@ -85,9 +89,19 @@ class OpenShard(Protocol):
 
 
 def find(
-    folder: Path | None, storage: Storage | None, *, role: str, member: str | None = None, own: str = ""
+    folder: Path | None,
+    storage: Storage | None,
+    *,
+    role: str,
+    member: str | None = None,
+    own: str = "",
+    rank: int | None = None,
+    ranks: int = 1,
 ) -> list[Candidate]:
-    """Whole candidates, newest first; of one version the own member first, then the nearest tier."""
+    """Whole candidates, newest first; of one version the own member first, then the nearest tier.
+
+    With `rank`, one of `ranks` that agree among themselves, a candidate that has this rank's shard will do as well.
+    """
     held: dict[tuple[Version, str], list[tuple[SegmentHeader | Manifest, Source]]] = {}
     rewinds: set[Rewind] = set()
     for header, source in _every(folder, storage, role):
@@ -96,7 +110,9 @@ def find(
             held.setdefault((header.version, header.member), []).append((header, source))
     found = []
     for (version, _), shards in held.items():
-        if not is_dead(version, rewinds) and (candidate := _candidate(shards)) is not None:
+        candidate = _candidate(shards)
+        is_mine = candidate.ranks == ranks and rank is not None and bool(candidate.of_rank(rank))
+        if not is_dead(version, rewinds) and (candidate.is_whole or is_mine):
             found.append(candidate)
     found.sort(key=lambda one: (one.member != own, TIERS.index(one.tier), one.member))
     found.sort(key=lambda one: one.version, reverse=True)
@@ -129,16 +145,13 @@ def _every(
             yield record, Source(tier="storage", rank=shard.rank, record=record, shard=shard)
 
 
-def _candidate(shards: list[tuple[SegmentHeader | Manifest, Source]]) -> Candidate | None:
-    """None unless every rank's shard is somewhere."""
+def _candidate(shards: list[tuple[SegmentHeader | Manifest, Source]]) -> Candidate:
     shards.sort(key=lambda one: (one[1].rank, TIERS.index(one[1].tier)))
     sources = tuple(source for _, source in shards)
     first = shards[0][0]
     nearest: dict[int, Tier] = {}
     for source in sources:
         nearest.setdefault(source.rank, source.tier)
-    if set(nearest) != set(range(first.ranks)):
-        return None
     return Candidate(
         lineage=first.lineage,
         step=first.step,
@@ -205,8 +218,3 @@ class _StoredShard:
 
     def explain(self, error: Exception) -> Exception:
         return error
-
-
-def versions(candidates: Iterable[Candidate]) -> list[Version]:
-    """Distinct versions in the order of the candidates."""
-    return list(dict.fromkeys(candidate.version for candidate in candidates))

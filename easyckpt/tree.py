@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from easyckpt.errors import Unsupported
@@ -87,6 +87,24 @@ def decode(document: Any, tensor: Callable[[str], Any]) -> Any:
             case "$int":
                 return int(value)
     return {key: decode(value, tensor) for key, value in document.items()}
+
+
+def merge(documents: Sequence[Any]) -> Any:
+    """The documents of several ranks as one: each key that any has, with the first one's value."""
+    first, *others = documents
+    if not isinstance(first, dict):
+        return first
+    dicts = [one for one in others if isinstance(one, dict)]
+    if len(first) == 1 and next(iter(first)).startswith("$"):
+        if "$dict" not in first:
+            return first
+        pairs: dict[str, list[Any]] = {}
+        for document in (first, *dicts):
+            for key, value in document.get("$dict", ()):
+                pairs.setdefault(repr(key), [key]).append(value)
+        return {"$dict": [[key, merge(values)] for key, *values in pairs.values()]}
+    names = dict.fromkeys(name for document in (first, *dicts) for name in document)
+    return {name: merge([document[name] for document in (first, *dicts) if name in document]) for name in names}
 
 
 def _encode_mapping(value: Mapping[Any, Any], leaf: Callable[[Path, Any], Any], path: Path) -> Any:

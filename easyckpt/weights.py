@@ -12,9 +12,10 @@ from pathlib import Path
 
 import torch
 
-from easyckpt import restore, shm, sources
+from easyckpt import reader, shm, sources
 from easyckpt.errors import Mismatch
 from easyckpt.layout import SegmentHeader, TensorEntry
+from easyckpt.reader import Whole
 from easyckpt.shm import Segment
 
 
@@ -42,7 +43,7 @@ def read_weights(
         raise Mismatch(f"{segment.path} has no tensor {sorted(set(names) - have)} below {prefix!r}")
     given = into or {}
     made: dict[str, torch.Tensor] = {}
-    fills: list[tuple[TensorEntry, torch.Tensor]] = []
+    wanted: list[tuple[TensorEntry, torch.Tensor]] = []
     result: dict[str, torch.Tensor] = {}
     for entry in chosen:
         name = entry.name[len(prefix) :]
@@ -54,10 +55,10 @@ def read_weights(
             raise Mismatch(
                 f"{name!r} is {entry.dtype}{list(entry.shape)} in the snapshot, {target.dtype}{list(target.shape)} here"
             )
-        fills.append((entry, target.detach()))
+        wanted.append((entry, target.detach()))
         result[name] = target
     with sources.open_source(
         sources.Source(tier=segment.tier, rank=segment.header.rank, segment=segment), None
     ) as shard:
-        restore.copy_all(shard, fills)
+        reader.read_all([Whole(shard=shard, entry=entry, target=target) for entry, target in wanted])
     return segment.header, result

@@ -78,7 +78,9 @@ def test_digests_have_room_of_a_fixed_width():
         == room
     )
     many = header_of([TensorEntry(name=f"w{i}", dtype="float32", shape=(2,)) for i in range(500)])
-    layout.encode(layout.with_digests(many, {entry.name: TensorDigest("b" * 32) for entry in many.tensors}), layout.room_for(many))
+    layout.encode(
+        layout.with_digests(many, {entry.name: TensorDigest("b" * 32) for entry in many.tensors}), layout.room_for(many)
+    )
 
 
 def test_a_zero_length_means_unsealed():

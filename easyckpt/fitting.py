@@ -1,0 +1,216 @@
+"""From shards back into a live state: in place, each tensor proven by its digest while it is copied.
+
+The state is walked against the snapshot first and nothing is changed while they do not fit (Mismatch names every difference). Then the tensors
+are filled, then numbers, text and lists are set, then stateful objects get what they cannot take in place. Keys that only the snapshot has
+appear in dicts as new tensors (a fresh optimizer gets its moments so). No memory is needed beyond the state itself. A tensor that is cut
+another way than it was saved is pieced together from all shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, MutableMapping, MutableSequence, Sequence
+from typing import Any
+
+import torch
+
+from easyckpt import gate, reader, reshard, snapshot, tree
+from easyckpt.errors import Mismatch
+from easyckpt.layout import TensorEntry
+from easyckpt.reader import Fill, Parts, Whole, box_of
+from easyckpt.reshard import Box
+from easyckpt.snapshot import is_stateful
+from easyckpt.sources import OpenShard
+
+_NAMED = 8
+
+
+class Plan:
+    """What filling a state will do, before anything is changed."""
+
+    def __init__(self, shards: Sequence[OpenShard], *, strict: bool, only: Collection[str] | None = None) -> None:
+        """`shards`: the one of this rank, or all of them. `only`: paths, or beginnings of paths, that are to be filled."""
+        self._held: dict[str, list[tuple[OpenShard, TensorEntry]]] = {}
+        for shard in shards:
+            for entry in shard.header.tensors:
+                self._held.setdefault(entry.name, []).append((shard, entry))
+        self._strict = strict
+        self._only = tuple(only) if only is not None else None
+        self._problems: list[str] = []
+        self._made: dict[str, torch.Tensor] = {}
+        self.fills: list[Fill] = []
+        self._after: list[Callable[[], object]] = []
+
+    def of(self, state: Any, document: Any) -> Any:
+        """Plans to fill `state`; returns what stands in its place (the same object wherever it can be filled in place)."""
+        result = self._value(state, document, ())
+        if self._problems:
+            shown = "; ".join(self._problems[:_NAMED])
+            more = f"; and {len(self._problems) - _NAMED} more" if len(self._problems) > _NAMED else ""
+            raise Mismatch(
+                f"the snapshot does not fit the state, nothing was changed: {shown}{more}."
+                " Give restore() the state that was saved, or strict=False to take what fits"
+            )
+        return result
+
+    def finish(self) -> None:
+        """After the tensors are filled: sets everything else."""
+        for action in self._after:
+            action()
+
+    def _value(self, value: Any, document: Any, path: tree.Path) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, document, path)
+        if is_stateful(value):
+            return self._stateful(value, document, path)
+        if isinstance(value, MutableMapping):
+            return self._mapping(value, document, path)
+        if isinstance(document, list) and isinstance(value, MutableSequence) and len(value) == len(document):
+            for index, item in enumerate(document):
+                self._set(value, index, self._value(value[index], item, (*path, str(index))))
+            return value
+        if isinstance(value, tuple) and isinstance(document, dict) and len(document.get("$tuple", ())) == len(value):
+            items = zip(value, document["$tuple"], strict=True)
+            return tuple(self._value(item, part, (*path, str(index))) for index, (item, part) in enumerate(items))
+        return tree.decode(document, self._new)
+
+    def _tensor(self, target: torch.Tensor, document: Any, path: tree.Path) -> torch.Tensor:
+        name = tree.join(path)
+        held = self._held.get(document.get("$tensor", ""), []) if isinstance(document, dict) else []
+        if not held:
+            self._problem(f"{name!r} is a tensor in the state, not in the snapshot")
+            return target
+        local = gate.local_part(target).detach()
+        whole_shape, offsets = snapshot.global_box(name, target) or (tuple(local.shape), (0,) * local.dim())
+        entry = held[0][1]
+        if (entry.dtype, entry.global_shape or entry.shape) != (snapshot.dtype_name(local), whole_shape):
+            saved = f"{entry.dtype}{list(entry.global_shape or entry.shape)}"
+            self._problem(
+                f"{name!r} is {saved} in the snapshot, {snapshot.dtype_name(local)}{list(whole_shape)} in the state"
+            )
+            return target
+        box = Box(offsets=tuple(offsets), shape=tuple(local.shape))
+        for shard, one in held:
+            if box_of(one) == box:
+                self.fills.append(Whole(shard=shard, entry=one, target=local))
+                return target
+        if not box.volume:
+            return target
+        pieces = reshard.cover(box, [box_of(one) for _, one in held])
+        if pieces is None:
+            self._problem(
+                f"{name!r} is cut so that the shards at hand do not make up {list(box.shape)} at {list(box.offsets)}"
+            )
+        else:
+            chosen = tuple((*held[piece.source], piece.box) for piece in pieces)
+            self.fills.append(Parts(pieces=chosen, target=local, box=box))
+        return target
+
+    def _mapping(self, value: MutableMapping[Any, Any], document: Any, path: tree.Path, *, closed: bool = False) -> Any:
+        items = _items(document)
+        if items is None:
+            self._problem(f"{tree.join(path)!r} is a dict in the state, not in the snapshot")
+            return value
+        for key in value:
+            if key not in items and self._is_wanted((*path, tree.part(key))):
+                self._problem(f"{tree.join((*path, tree.part(key)))!r} is not in the snapshot")
+        for key, item in items.items():
+            inner = (*path, tree.part(key))
+            if not self._is_wanted(inner):
+                continue
+            if key in value:
+                self._set(value, key, self._value(value[key], item, inner))
+            elif closed:
+                self._problem(f"{tree.join(inner)!r} is in the snapshot, not in the state")
+            else:
+                self._set(value, key, tree.decode(item, self._new))
+        return value
+
+    def _stateful(self, owner: Any, document: Any, path: tree.Path) -> Any:
+        state = owner.state_dict()
+        is_module = isinstance(owner, torch.nn.Module)
+        if isinstance(owner, torch.optim.Optimizer):
+            gate.knows(owner)
+            self._give_moments(owner, state, document)
+        if not isinstance(state, MutableMapping):
+            self._after.append(lambda: owner.load_state_dict(tree.decode(document, self._new)))
+            return owner
+        before = len(self._after)
+        self._mapping(state, document, path, closed=is_module)
+        # A module's tensors were filled where they are: loading them again would copy all of them onto themselves.
+        if not is_module or len(self._after) > before:
+            self._after.append(lambda: owner.load_state_dict(state))
+        return owner
+
+    def _give_moments(self, optimizer: torch.optim.Optimizer, state: Any, document: Any) -> None:
+        """Makes the tensors that a fresh optimizer lacks, each like its parameter, so that sharded ones are sharded alike."""
+        saved = _items((_items(document) or {}).get("state")) or {}
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for index, parameter in enumerate(parameters):
+            if index in state["state"] or index not in saved:
+                continue
+            made = state["state"][index] = {}
+            for key, item in (_items(saved[index]) or {}).items():
+                held = self._held.get(item.get("$tensor", "")) if isinstance(item, dict) else None
+                entry = held[0][1] if held else None
+                if entry is not None and (entry.global_shape or entry.shape) == tuple(parameter.shape):
+                    made[key] = torch.empty_like(parameter, dtype=getattr(torch, entry.dtype), requires_grad=False)
+                else:
+                    made[key] = tree.decode(item, self._new)
+
+    def _new(self, name: str) -> torch.Tensor:
+        """A tensor that only the snapshot has. Aliases are one object again."""
+        shard, entry = self._held[name][0]
+        root = entry.alias_of or name
+        if root not in self._made:
+            if entry.global_shape is not None:
+                self._problem(
+                    f"{name!r} is sharded and has no place in the state: pass the optimizer or model itself, not its state_dict()"
+                )
+            self._made[root] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+            self.fills.append(Whole(shard=shard, entry=entry, target=self._made[root]))
+        return self._made[root]
+
+    def _is_wanted(self, path: tree.Path) -> bool:
+        """Whether `only` names this path, something above it or something below it."""
+        if self._only is None:
+            return True
+        name = tree.join(path)
+        return any(name == one or name.startswith(one + "/") or one.startswith(name + "/") for one in self._only)
+
+    def _set(self, owner: Any, key: Any, new: Any) -> None:
+        if not _has(owner, key) or owner[key] is not new:
+            self._after.append(lambda: owner.__setitem__(key, new))
+
+    def _problem(self, text: str) -> None:
+        if self._strict:
+            self._problems.append(text)
+
+
+def fill(shards: Sequence[OpenShard], state: Any, *, strict: bool = True, only: Collection[str] | None = None) -> Any:
+    """Fills `state` from its rank's shard, or from all shards, and returns what stands in its place. Raises Mismatch, Corrupt, Torn."""
+    plan = Plan(shards, strict=strict, only=only)
+    result = plan.of(state, tree.merge([shard.header.extra for shard in shards]))
+    reader.read_all(plan.fills)
+    plan.finish()
+    return result
+
+
+def _items(document: Any) -> dict[Any, Any] | None:
+    """Key and JSON of a dict in the snapshot; None for anything else."""
+    if not isinstance(document, dict):
+        return None
+    if len(document) == 1:
+        ((key, value),) = document.items()
+        if key == "$dict":
+            return {tree.decode(item[0], _no_tensor): item[1] for item in value}
+        if key.startswith("$"):
+            return None
+    return document
+
+
+def _no_tensor(name: str) -> Any:
+    raise Mismatch(f"{name!r} is a key of a dict: a key cannot be a tensor")
+
+
+def _has(owner: Any, key: Any) -> bool:
+    return key in owner if isinstance(owner, MutableMapping) else True

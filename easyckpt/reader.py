@@ -1,0 +1,142 @@
+"""Tensor bytes out of open shards into live tensors, each byte proven by a digest after it was copied. A few threads at a time.
+
+`Whole` is a tensor that a shard holds as the target wants it: copied and hashed chunk by chunk, no memory in between. `Parts` is one that is
+pieced together from shards cut another way: only the parts (16 MiB) that hold needed elements are read, proven, and copied out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import torch
+
+from easyckpt import digest, memory, reshard
+from easyckpt.digest import TensorHash
+from easyckpt.errors import Corrupt
+from easyckpt.layout import DTYPES, TensorEntry
+from easyckpt.reshard import Box
+from easyckpt.snapshot import CHUNK_BYTES, is_plain_memory
+from easyckpt.sources import OpenShard
+
+THREADS = 4
+BLOCK_BYTES = 64 << 20
+
+
+class Whole(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor, held by one shard just so."""
+
+    shard: OpenShard
+    """Where it is read from."""
+    entry: TensorEntry
+    """Which of its tensors."""
+    target: torch.Tensor
+    """What is filled."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.entry.nbytes
+
+
+class Parts(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor out of several shards' pieces."""
+
+    pieces: tuple[tuple[OpenShard, TensorEntry, Box], ...]
+    """Shard, tensor in it, and which part of the whole tensor comes from there."""
+    target: torch.Tensor
+    """What is filled."""
+    box: Box
+    """Which part of the whole tensor that is."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.target.numel() * self.target.element_size()
+
+
+Fill = Whole | Parts
+
+
+def box_of(entry: TensorEntry) -> Box:
+    """Which part of the whole tensor a shard holds."""
+    return Box(offsets=entry.global_offsets or (0,) * len(entry.shape), shape=entry.shape)
+
+
+def read_all(fills: Sequence[Fill]) -> None:
+    """Raises Corrupt, Torn or StorageError; the targets may be half filled then. A tensor asked for twice is read once."""
+    unique = list({(_key(fill), fill.target.data_ptr(), fill.target.stride()): fill for fill in fills}.values())
+    unique.sort(key=lambda fill: -fill.nbytes)
+    threads = min(THREADS, len(os.sched_getaffinity(0)), len(unique))
+    if threads <= 1:
+        _read_lot(unique)
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="easyckpt-restore") as pool:
+        lots = [pool.submit(_read_lot, unique[start::threads]) for start in range(threads)]
+        for lot in lots:
+            lot.result()
+
+
+def _key(fill: Fill) -> object:
+    return fill.entry.offsets if isinstance(fill, Whole) else tuple(box for _, _, box in fill.pieces)
+
+
+def _read_lot(lot: Sequence[Fill]) -> None:
+    with torch.no_grad():
+        for fill in lot:
+            if isinstance(fill, Whole):
+                _read_whole(fill)
+            else:
+                for shard, entry, box in fill.pieces:
+                    for block in reshard.blocks(box, DTYPES[entry.dtype][0], BLOCK_BYTES):
+                        fill.target[block.slices(fill.box)].copy_(_read_block(shard, entry, block))
+
+
+def _read_whole(fill: Whole) -> None:
+    shard, entry, target = fill.shard, fill.entry, fill.target
+    plain = is_plain_memory(target)
+    held = target if plain else torch.empty(entry.shape, dtype=target.dtype)
+    running = TensorHash()
+    view = shard.view()
+    if entry.nbytes:
+        block = memory.block_at(held.data_ptr(), entry.nbytes)
+        begin, end = entry.offsets
+        source = memory.address_of(view) if view is not None else 0
+        for at in range(begin, end, CHUNK_BYTES):
+            stop = min(at + CHUNK_BYTES, end)
+            if view is None:
+                shard.read_into(block[at - begin : stop - begin], at)
+            else:
+                memory.copy(held.data_ptr() + at - begin, source + at, stop - at)
+            running.update(block[at - begin : stop - begin])
+    if running.finish() != (entry.digest, entry.parts):
+        raise _bad(shard, entry)
+    if not plain:
+        target.copy_(held)
+
+
+def _read_block(shard: OpenShard, entry: TensorEntry, box: Box) -> torch.Tensor:
+    """A part of a stored tensor as a strided view of the fewest proven bytes that hold it."""
+    width = DTYPES[entry.dtype][0]
+    inside = box_of(entry)
+    first, last = reshard.element_span(box, inside)
+    begin, end = first * width, last * width
+    if entry.parts:
+        begin = begin // digest.PART_BYTES * digest.PART_BYTES
+        end = min(-(-end // digest.PART_BYTES) * digest.PART_BYTES, entry.nbytes)
+    else:
+        begin, end = 0, entry.nbytes
+    held = torch.empty(end - begin, dtype=torch.uint8)
+    block = memory.block_at(held.data_ptr(), end - begin)
+    shard.read_into(block, entry.offsets[0] + begin)
+    for at in range(0, end - begin, digest.PART_BYTES):
+        want = entry.parts[(begin + at) // digest.PART_BYTES] if entry.parts else entry.digest
+        if digest.digest_bytes(block[at : at + digest.PART_BYTES]) != want:
+            raise _bad(shard, entry)
+    elements = held.view(getattr(torch, entry.dtype))
+    return elements.as_strided(box.shape, reshard.strides(inside.shape), first - begin // width)
+
+
+def _bad(shard: OpenShard, entry: TensorEntry) -> Exception:
+    where = f"{shard.where}: tensor {entry.name!r}"
+    return shard.explain(Corrupt(f"{where} does not match its digest; this copy is not used, another is tried"))
