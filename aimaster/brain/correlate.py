@@ -171,13 +171,19 @@ def collapse(findings: Iterable[Finding]) -> list[Finding]:
     """The same said of the same subject by the same node is one finding; it keeps the first line and counts the rest."""
     merged: dict[tuple[object, ...], Finding] = {}
     for finding in findings:
-        numbers = tuple(finding.details.get(name) for name in ("xid", "seq", "op", "exception", "message", "exit_code", "peer", "address"))
+        numbers = tuple(
+            finding.details.get(name)
+            for name in ("xid", "seq", "op", "exception", "message", "exit_code", "peer", "address")
+        )
         key = (finding.sign, finding.category, finding.role, finding.subject, finding.node, numbers, _minute(finding))
         known = merged.get(key)
         if known is None:
             merged[key] = finding
             continue
-        last = max((at for at in (known.last_seconds, finding.last_seconds, finding.time_seconds) if at is not None), default=None)
+        last = max(
+            (at for at in (known.last_seconds, finding.last_seconds, finding.time_seconds) if at is not None),
+            default=None,
+        )
         merged[key] = msgspec.structs.replace(known, count=known.count + finding.count, last_seconds=last)
     return list(merged.values())
 

@@ -35,12 +35,13 @@ STICKY: Final = frozenset({"gpu.slowdown", "gpu.row_remap_failure", "gpu.lost", 
 
 def diagnose(findings: Iterable[Finding], now: float) -> Verdict:
     """The verdict on everything that was found; `now` closes the window of a job that still runs."""
-    picture = correlate(finding for finding in findings if finding.time_seconds is None or finding.time_seconds <= now + 86400)
+    picture = correlate(
+        finding for finding in findings if finding.time_seconds is None or finding.time_seconds <= now + 86400
+    )
     signs = refine(picture)
     picture = msgspec.structs.replace(picture, findings=tuple(signs))
     case = _Case(picture)
-    verdict = case.announced() or case.rooted() or case.stalled() or case.unknown() or case.benign()
-    return verdict
+    return case.announced() or case.rooted() or case.stalled() or case.unknown() or case.benign()
 
 
 class _Case:
@@ -72,7 +73,9 @@ class _Case:
             if why is None:
                 kept.append(one)
             else:
-                self._rule_out(one, "its removal was announced: " + wording.short(why.evidence[0].text if why.evidence else ""))
+                self._rule_out(
+                    one, "its removal was announced: " + wording.short(why.evidence[0].text if why.evidence else "")
+                )
         return kept
 
     def _survived(self, finding: Finding) -> bool:
@@ -120,7 +123,10 @@ class _Case:
             return None
         best = ranked[0]
         for other in ranked[1:]:
-            if other.finding.category != best.finding.category or other.finding.subject.node != best.finding.subject.node:
+            if (
+                other.finding.category != best.finding.category
+                or other.finding.subject.node != best.finding.subject.node
+            ):
                 self._rule_out(other.finding, other.why or wording.later(best.finding, other.finding))
         related = [one.finding for one in ranked[1:] if one.finding.subject.node == best.finding.subject.node]
         return self._verdict(best.finding, related, confidence=_confidence(ranked))
@@ -152,7 +158,11 @@ class _Case:
 
     def benign(self) -> Verdict:
         """Nothing wrong, or nothing that needs more than a note."""
-        notes = [one for one in self.picture.findings if one.category == "gpu.row_remap_pending" and not self.picture.progress]
+        notes = [
+            one
+            for one in self.picture.findings
+            if one.category == "gpu.row_remap_pending" and not self.picture.progress
+        ]
         if notes:
             return self._verdict(notes[0], notes[1:], confidence=0.7)
         for one in self.open:
@@ -160,7 +170,9 @@ class _Case:
         return Verdict(
             category="benign",
             confidence=0.9 if self.picture.progress or self.picture.finished else 0.6,
-            summary="Nothing is wrong." if not self.ruled_out else "Nothing failed; what looks alarming was survived or harmless.",
+            summary="Nothing is wrong."
+            if not self.ruled_out
+            else "Nothing failed; what looks alarming was survived or harmless.",
             advice=category("benign").advice,
             ruled_out=tuple(self.ruled_out),
         )
@@ -169,7 +181,7 @@ class _Case:
 
     def _ranked(self) -> list[Ranked]:
         candidates = [one for one in self.open if one.weight >= (SUPPORT if self.failed else PLAIN)]
-        return rank_suspects(candidates, self.picture, self.echoes)
+        return rank_suspects(candidates, self.echoes)
 
     def _verdict(self, root: Finding, related: list[Finding], *, confidence: float) -> Verdict:
         row = category(root.category)
@@ -209,7 +221,7 @@ class _Case:
         )
         pid = pid or bus_pid
         rank = rank if rank is not None else self._rank_of(subject.node, pid)
-        for one in sorted(related, key=lambda other: level(other)):
+        for one in sorted(related, key=level):
             if rank is not None and one.subject.rank not in (None, rank):
                 continue
             if pid is not None and one.subject.pid not in (None, pid):
@@ -241,7 +253,7 @@ class _Case:
             fault_of=row.fault_of,
             action=row.action,
             confidence=stall.confidence,
-            summary=f"{wording.what(stall.category).capitalize()}{wording.at(culprit)}: {stall.why}.",
+            summary=f"{wording.sentence(wording.what(stall.category))}{wording.at(culprit)}: {stall.why}.",
             advice=row.advice,
             time_seconds=first,
             evidence=_merge(stall.evidence, self._evidence(None)),
@@ -299,14 +311,19 @@ def _everywhere(root: Finding, picture: Picture) -> bool:
     same = [
         one
         for one in picture.findings
-        if one.sign == root.sign and one.details.get("exception") == root.details.get("exception") and one.role == "self"
+        if one.sign == root.sign
+        and one.details.get("exception") == root.details.get("exception")
+        and one.role == "self"
     ]
     return len({one.subject.node for one in same if one.subject.node}) > 1
 
 
 def _same_fault(root: Finding, other: Finding) -> bool:
     """Whether another statement of the same node is likely about the same process."""
-    if root.category.startswith(("node.disk_full", "net.", "node.kernel", "node.lost", "node.limits")) and other.subject.rank is not None:
+    if (
+        root.category.startswith(("node.disk_full", "net.", "node.kernel", "node.lost", "node.limits"))
+        and other.subject.rank is not None
+    ):
         return root.category == other.category or level(other) >= 4
     return True
 

@@ -20,7 +20,9 @@ _CRASHES: Final = {
     signals.SIGFPE: "app.segfault",
     signals.SIGBUS: "node.shm_full",
 }
-_EXCEPTION_LINE = re.compile(r"^(?:\[[^\]]*\]:? ?)?(?P<name>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Failure|Fault))(?:: (?P<message>.*))?$")
+_EXCEPTION_LINE = re.compile(
+    r"^(?:\[[^\]]*\]:? ?)?(?P<name>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Failure|Fault))(?:: (?P<message>.*))?$"
+)
 _ECHO = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|Timed out waiting \d+ms for|gloo/transport|ncclRemoteError|NCCL error|"
     r"DistBackendError|DistNetworkError|DistStoreError|SignalException|ChildFailedError|Socket closed|Connection refused"
@@ -50,7 +52,9 @@ def from_exit(
     own = [one for one in found if one.role == "self" and one.weight >= 20 and one.category != "process.killed"]
     hang = next((one for one in own if one.category == "hang.straggler"), None)
     if code == 1 and (hang is not None or _DUMP.search(log_tail)):
-        return _verdict("hang.straggler", culprit, 0.85, f"{member} stopped itself: its training thread made no progress", hang, now)
+        return _verdict(
+            "hang.straggler", culprit, 0.85, f"{member} stopped itself: its training thread made no progress", hang, now
+        )
     if code == 0 and number is None:
         return _verdict("benign", culprit, 0.95, f"{member} ended well", None, now)
     best = max(own, key=lambda one: one.weight, default=None)
@@ -82,17 +86,32 @@ def _normal(exit_code: int | None, signal: int | None) -> tuple[int | None, int 
 
 
 def _echo_or_killed(
-    member: str, culprit: Culprit, code: int | None, number: int | None, found: list[Finding], tail: str, now: float | None
+    member: str,
+    culprit: Culprit,
+    code: int | None,
+    number: int | None,
+    found: list[Finding],
+    tail: str,
+    now: float | None,
 ) -> Verdict:
     echo = max((one for one in found if one.role == "follower"), key=lambda one: one.weight, default=None)
     if echo is not None or _ECHO.search(tail):
         how = f"exit code {code}" if number is None else _name(number)
         return _verdict(
-            "process.killed", culprit, 0.3, f"{member} ended with {how} because a peer was gone; it is a victim", echo, now
+            "process.killed",
+            culprit,
+            0.3,
+            f"{member} ended with {how} because a peer was gone; it is a victim",
+            echo,
+            now,
         )
     if number is not None:
-        return _verdict("process.killed", culprit, 0.6, f"{member} was ended by {_name(number)}, and said nothing itself", None, now)
-    return _verdict("unknown", culprit, 0.2, f"{member} ended with exit code {code} and said nothing that any sign knows", None, now)
+        return _verdict(
+            "process.killed", culprit, 0.6, f"{member} was ended by {_name(number)}, and said nothing itself", None, now
+        )
+    return _verdict(
+        "unknown", culprit, 0.2, f"{member} ended with exit code {code} and said nothing that any sign knows", None, now
+    )
 
 
 def _name(number: int) -> str:
@@ -160,7 +179,9 @@ def _raised(member: str, culprit: Culprit, trace: tuple[str, str, str], now: flo
     )
 
 
-def _verdict(name: str, culprit: Culprit, confidence: float, summary: str, finding: Finding | None, now: float | None) -> Verdict:
+def _verdict(
+    name: str, culprit: Culprit, confidence: float, summary: str, finding: Finding | None, now: float | None
+) -> Verdict:
     row = category(name)
     return Verdict(
         category=name,

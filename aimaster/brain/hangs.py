@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from typing import Final
 
@@ -49,20 +48,20 @@ def _mismatch(echoes: list[Finding]) -> Stall | None:
     for echo in _timeouts(echoes):
         by_number.setdefault(echo.details["seq"], {}).setdefault(echo.subject.rank, echo)
     for number, ranks in by_number.items():
-        kinds = {echo.details.get("op") for echo in ranks.values()}
-        sizes = {echo.details.get("numel_in") for echo in ranks.values()} - {None}
+        kinds = {echo.details.get("op", "?") for echo in ranks.values()}
+        sizes = {echo.details["numel_in"] for echo in ranks.values() if "numel_in" in echo.details}
         if len(kinds) > 1:
             return Stall(
                 category="app.collective_mismatch",
                 confidence=0.85,
-                why=f"at sequence number {number} the ranks wait in different operations: {', '.join(sorted(filter(None, kinds)))}",
+                why=f"at sequence number {number} the ranks wait in different operations: {', '.join(sorted(kinds))}",
                 evidence=tuple(echo.evidence[0] for echo in ranks.values()),
             )
         if len(sizes) > 1 and kinds <= {"ALLREDUCE", "BROADCAST", "REDUCE"}:
             return Stall(
                 category="app.collective_mismatch",
                 confidence=0.75,
-                why=f"at sequence number {number} the ranks reduce tensors of different sizes: {', '.join(sorted(sizes, key=str))}",
+                why=f"at sequence number {number} the ranks reduce tensors of different sizes: {', '.join(sorted(sizes))}",
                 evidence=tuple(echo.evidence[0] for echo in ranks.values()),
             )
     return None
@@ -73,7 +72,9 @@ def _behind(echoes: list[Finding]) -> Stall | None:
     numbers: dict[int, tuple[int, Finding]] = {}
     for echo in echoes:
         rank = echo.subject.rank
-        text = echo.details.get("enqueued") or (echo.details.get("seq") if echo.sign == "torch.watchdog-timeout" else None)
+        text = echo.details.get("enqueued") or (
+            echo.details.get("seq") if echo.sign == "torch.watchdog-timeout" else None
+        )
         if rank is None or text is None or not text.isdigit():
             continue
         if rank not in numbers or int(text) > numbers[rank][0]:
@@ -96,20 +97,19 @@ def _behind(echoes: list[Finding]) -> Stall | None:
 
 def _lost_peer(picture: Picture, echoes: list[Finding]) -> Stall | None:
     """Survivors name the peer whose connection closed; the one who names nobody is the one named."""
-    votes: Counter[str] = Counter()
+    voters: dict[str, set[str | None]] = {}
     proof: dict[str, Finding] = {}
     speakers: set[str | None] = set()
     for echo in echoes:
         peer = echo.details.get("peer")
         if peer and peer != echo.node:
-            if (peer, echo.node) not in proof:
-                votes[peer] += 1
+            voters.setdefault(peer, set()).add(echo.node)
             proof.setdefault(peer, echo)
             speakers.add(echo.node)
-    named = [(peer, count) for peer, count in votes.most_common() if peer not in speakers]
-    if not named:
+    silent = [peer for peer in voters if peer not in speakers]
+    if not silent:
         return None
-    peer = named[0][0]
+    peer = max(silent, key=lambda one: len(voters[one]))
     node = next((known for known in picture.nodes if known == peer or peer.startswith(f"{known}.")), peer)
     return Stall(
         category="node.lost",

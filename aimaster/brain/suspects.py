@@ -68,7 +68,8 @@ def refine(picture: Picture) -> list[Finding]:
 
 
 def _xid(finding: Finding) -> int | None:
-    return int(finding.details["xid"]) if finding.sign == "nvidia.xid" else None
+    code = finding.details.get("xid", "")
+    return int(code) if code.isdigit() else None
 
 
 def _recovery_actions(findings: list[Finding]) -> list[Finding]:
@@ -76,7 +77,8 @@ def _recovery_actions(findings: list[Finding]) -> list[Finding]:
     asks = {
         (one.subject.node, one.subject.gpu)
         for one in findings
-        if _xid(one) == 154 and any(word in one.details.get("text", "") for word in ("Reset Required", "Reboot Required", "Drain"))
+        if _xid(one) == 154
+        and any(word in one.details.get("text", "") for word in ("Reset Required", "Reboot Required", "Drain"))
     }
     return [
         msgspec.structs.replace(one, action="replace_node")
@@ -120,13 +122,21 @@ def _repeated_faults(findings: list[Finding]) -> list[Finding]:
         elif len(gpus) > 1:
             changed.append(
                 msgspec.structs.replace(
-                    one, category="app.illegal_access", fault_of="user_code", action="stop_job", subject=_without_gpu(one)
+                    one,
+                    category="app.illegal_access",
+                    fault_of="user_code",
+                    action="stop_job",
+                    subject=_without_gpu(one),
                 )
             )
         elif _xid(one) is not None:
             changed.append(
                 msgspec.structs.replace(
-                    one, category="gpu.exec_fault", fault_of="hardware", action="replace_node", weight=max(one.weight, 80)
+                    one,
+                    category="gpu.exec_fault",
+                    fault_of="hardware",
+                    action="replace_node",
+                    weight=max(one.weight, 80),
                 )
             )
         else:
@@ -141,10 +151,16 @@ def _without_gpu(finding: Finding) -> msgspec.Struct:
 def _contained(findings: list[Finding]) -> list[Finding]:
     """An ECC text of the program beside a contained Xid 94 (and no uncontained one) is the contained error."""
     contained = {one.subject.node for one in findings if one.category == "gpu.ecc_contained"}
-    uncontained = {one.subject.node for one in findings if one.category == "gpu.ecc" and _xid(one) is not None and _xid(one) != 48 and one.role == "self"}
+    uncontained = {
+        one.subject.node
+        for one in findings
+        if one.category == "gpu.ecc" and _xid(one) is not None and _xid(one) != 48 and one.role == "self"
+    }
     nodes = contained - uncontained
     return [
-        msgspec.structs.replace(one, category="gpu.ecc_contained", fault_of="hardware", action="restart_process", weight=min(one.weight, 60))
+        msgspec.structs.replace(
+            one, category="gpu.ecc_contained", fault_of="hardware", action="restart_process", weight=min(one.weight, 60)
+        )
         if one.category == "gpu.ecc" and one.subject.node in nodes and one.role == "self"
         else one
         for one in findings
@@ -154,7 +170,11 @@ def _contained(findings: list[Finding]) -> list[Finding]:
 def _file_server_back(findings: list[Finding], picture: Picture) -> list[Finding]:
     """A file server that answered again is no fault; a port that came back is judged by the job's progress."""
     back = {(fact.node, fact.details.get("server")) for fact in picture.facts if fact.sign == "kernel.nfs-ok"}
-    return [one for one in findings if not (one.sign == "kernel.nfs-not-responding" and (one.node, one.details.get("server")) in back)]
+    return [
+        one
+        for one in findings
+        if not (one.sign == "kernel.nfs-not-responding" and (one.node, one.details.get("server")) in back)
+    ]
 
 
 def _accused_by_most(findings: list[Finding]) -> list[Finding]:
@@ -196,7 +216,11 @@ def _head_lost(findings: list[Finding], picture: Picture) -> list[Finding]:
         if one.category == "ray.head_lost" and one.role == "accusation":
             address = one.details.get("address")
             node = address if address in picture.nodes else head or address
-            changed.append(msgspec.structs.replace(one, subject=msgspec.structs.replace(one.subject, node=node, rank=None, pid=None)))
+            changed.append(
+                msgspec.structs.replace(
+                    one, subject=msgspec.structs.replace(one.subject, node=node, rank=None, pid=None)
+                )
+            )
         else:
             changed.append(one)
     return changed
@@ -229,7 +253,7 @@ def _advertised(findings: list[Finding], picture: Picture) -> list[Finding]:
 # ------------------------------------------------------------------------------------------------------------- ranking
 
 
-def rank_suspects(candidates: Iterable[Finding], picture: Picture, echoes: list[Finding]) -> list[Ranked]:
+def rank_suspects(candidates: Iterable[Finding], echoes: list[Finding]) -> list[Ranked]:
     """All suspects, the root first."""
     suspects = _without_stale(list(candidates), echoes)
     if not suspects:
@@ -267,7 +291,9 @@ def rank_suspects(candidates: Iterable[Finding], picture: Picture, echoes: list[
 
 
 def _without_stale(suspects: list[Finding], echoes: list[Finding]) -> list[Finding]:
-    timeouts = [int(echo.details["timeout_ms"]) / 1000 for echo in echoes if echo.details.get("timeout_ms", "").isdigit()]
+    timeouts = [
+        int(echo.details["timeout_ms"]) / 1000 for echo in echoes if echo.details.get("timeout_ms", "").isdigit()
+    ]
     moments = [echo.time_seconds for echo in echoes if echo.time_seconds is not None and echo.weight >= 8]
     if not moments:
         return suspects
@@ -284,7 +310,10 @@ def _effective_times(suspects: list[Finding]) -> list[float]:
     for one in suspects:
         if one.time_seconds is not None:
             by_node[one.subject.node] = min(by_node.get(one.subject.node, one.time_seconds), one.time_seconds)
-    return [one.time_seconds if one.time_seconds is not None else by_node.get(one.subject.node, earliest) for one in suspects]
+    return [
+        one.time_seconds if one.time_seconds is not None else by_node.get(one.subject.node, earliest)
+        for one in suspects
+    ]
 
 
 _EXPLAINED_BY: Final[dict[str, tuple[str, ...]]] = {
@@ -293,7 +322,16 @@ _EXPLAINED_BY: Final[dict[str, tuple[str, ...]]] = {
     "gpu.nvlink": ("gpu.lost", "gpu.fabric"),
     "gpu.firmware": ("gpu.lost", "gpu.ecc"),
     "gpu.pcie": ("gpu.lost",),
-    "node.lost": ("node.kernel_fault", "node.oom", "gpu.lost", "net.port_down", "net.nic_fault", "node.disk", "ray.node_overloaded", "ray.memory_monitor"),
+    "node.lost": (
+        "node.kernel_fault",
+        "node.oom",
+        "gpu.lost",
+        "net.port_down",
+        "net.nic_fault",
+        "node.disk",
+        "ray.node_overloaded",
+        "ray.memory_monitor",
+    ),
     "ray.head_lost": ("node.", "ray.memory_monitor"),
     "ray.memory_monitor": ("node.oom_cgroup",),
     "node.oom_host": ("node.oom_cgroup",),
@@ -324,10 +362,18 @@ def explains(cause: Finding, symptom: Finding) -> bool:
     if cause.category == "node.lost" and cause.weight < 65 and symptom.role == "self":
         return False
     if symptom.category == "node.lost" and symptom.weight < 65 and cause.role == "self":
-        prefixes = ("app.", "data.", "serve.", "gpu.", "node.", "net.", "process.killed")  # "is dead" of a replica, not of a host
+        prefixes = (
+            "app.",
+            "data.",
+            "serve.",
+            "gpu.",
+            "node.",
+            "net.",
+            "process.killed",
+        )  # "is dead" of a replica, not of a host
     if prefixes is None or not cause.category.startswith(prefixes):
         return False
-    if cause.subject.node != symptom.subject.node and symptom.node != cause.subject.node:
+    if cause.subject.node not in (symptom.subject.node, symptom.node):
         return False
     if cause.weight < 50 and symptom.weight >= 60:
         return False

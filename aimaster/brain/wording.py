@@ -31,7 +31,7 @@ _WHAT: Final = {
     "node.kernel_fault": "a node's kernel crashed",
     "node.oom_host": "a host ran out of memory",
     "node.oom_cgroup": "a memory limit was exceeded",
-    "node.shm_full": "/dev/shm is full",
+    "node.shm_full": "/dev/shm is full",  # noqa: S108 - a sentence, not a path
     "node.disk_full": "a disk is full",
     "node.disk_fault": "a disk failed",
     "node.shared_fs": "the shared file system failed",
@@ -67,6 +67,11 @@ def what(category: str) -> str:
     return _WHAT.get(category, category)
 
 
+def sentence(text: str) -> str:
+    """The text with a capital first letter."""
+    return text[:1].upper() + text[1:]
+
+
 def at(culprit: Culprit) -> str:
     """Where, as far as known."""
     parts = []
@@ -88,7 +93,7 @@ def summary(root: Finding, culprit: Culprit) -> str:
         said = f"{exception}: {said}" if said else exception
     tail = f": {short(said)}" if said else ""
     times = f" ({root.count} times)" if root.count > 1 else ""
-    return f"{what(root.category).capitalize()}{at(culprit)}{times}{tail}."
+    return f"{sentence(what(root.category))}{at(culprit)}{times}{tail}."
 
 
 def advice(root: Finding, usual: str) -> str:

@@ -38,7 +38,7 @@ def load(extra_rules: Iterable[str | Path] = (), *, plain: bool = False) -> Cata
             raise RuleError(f"rules file {path}: {error}") from error
         unknown = set(document) - {"sign", "disable", "retryable", "title"}
         if unknown:
-            raise RuleError(f"rules file {path}: unknown key {sorted(unknown)[0]!r}; known are sign, disable, retryable")
+            raise RuleError(f"rules file {path}: unknown key {min(unknown)!r}; known are sign, disable, retryable")
         source = path.stem.replace(".", "-")
         own = read_signs(document, source) + retryable_signs(document.get("retryable", ()), source)
         for sign in own:
@@ -48,5 +48,5 @@ def load(extra_rules: Iterable[str | Path] = (), *, plain: bool = False) -> Cata
     known = {sign.id for sign in signs}
     strange = disabled - known
     if strange:
-        raise RuleError(f"cannot switch off {sorted(strange)[0]!r}: there is no such sign")
+        raise RuleError(f"cannot switch off {min(strange)!r}: there is no such sign")
     return Catalogue([sign for sign in signs if sign.id not in disabled], load_xids(), plain=plain)

@@ -69,7 +69,9 @@ class Traceback(Block):
         super().__init__(offset, line, opening)
         start = opening.find(b"Traceback (most recent call last)")
         prefix = opening[:start]
-        self._prefix = prefix if _RANK_PREFIX.match(prefix) or (prefix.startswith(b"(") and prefix.endswith(b" ")) else b""
+        self._prefix = (
+            prefix if _RANK_PREFIX.match(prefix) or (prefix.startswith(b"(") and prefix.endswith(b" ")) else b""
+        )
         self._kept: list[bytes] = [b"Traceback (most recent call last):"]
         self._strange = 0
         self.exception = ""
@@ -133,7 +135,9 @@ class TorchrunReport(Block):
             return False
         name, value = found[1], found[2].strip()
         if name == b"time":
-            self.entries.append(Entry(when=value.decode(errors="replace"), first=self._first, offset=offset, line=number))
+            self.entries.append(
+                Entry(when=value.decode(errors="replace"), first=self._first, offset=offset, line=number)
+            )
             return False
         if not self.entries:
             return False

@@ -14,13 +14,17 @@ from aimaster.catalogue.blocks import FlightTable, HangDump, TorchrunReport, Tra
 from aimaster.catalogue.lines import DAY, Stamp, complete, read_speaker, read_stamp
 from aimaster.catalogue.names import Names, is_address
 from aimaster.catalogue.scan import Hit, LogScan, ProgressMark
-from aimaster.telemetry.scrub import scrub
 from aimaster.catalogue.xid import APPLICATION_FIRST, XidTable, sxid_is_fatal
+from aimaster.telemetry.scrub import scrub
 from aimaster.wire.health import Action, Evidence, FaultOf, Finding, Role, Severity, Subject
 
-_LOADS_CHECKPOINT = re.compile(r"\bin \w*load\w*(?:state_dict|checkpoint|parameter_state|_ckpt)\w*|load_state_dict|load_checkpoint")
+_LOADS_CHECKPOINT = re.compile(
+    r"\bin \w*load\w*(?:state_dict|checkpoint|parameter_state|_ckpt)\w*|load_state_dict|load_checkpoint"
+)
 _WAITS_ONLY = re.compile(r"(?:^|\.)(?:\w*Timeout\w*|Empty|CancelledError)$")
-_LAUNCHER = re.compile(r"(?:^|\.)(?:CalledProcessError|SystemExit|KeyboardInterrupt|ProcessRaisedException|ChildFailedError)$")
+_LAUNCHER = re.compile(
+    r"(?:^|\.)(?:CalledProcessError|SystemExit|KeyboardInterrupt|ProcessRaisedException|ChildFailedError)$"
+)
 _PCI = re.compile(r"^(?:0000)?([0-9a-fA-F]{4}):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})")
 
 EXIT_MEANINGS: Final[dict[int, tuple[str, Role, int]]] = {
@@ -99,7 +103,7 @@ class _OneLog:
         severity, weight = sign.severity, sign.weight
         fault_of, action = sign.fault_of, sign.action
         if sign.id == "nvidia.xid":
-            category, role, severity, weight, fault_of, action = self._xid(groups, severity, weight)
+            category, role, severity, weight, fault_of, action = self._xid(groups, weight)
         elif sign.id == "nvidia.sxid" and not sxid_is_fatal(int(groups["sxid"]), groups.get("word", "")):
             role, weight, severity = "follower", 5, "warning"
         subject = self._subject(hit, groups, said_by)
@@ -127,7 +131,7 @@ class _OneLog:
         )
 
     def _xid(
-        self, groups: dict[str, str], severity: Severity, weight: int
+        self, groups: dict[str, str], weight: int
     ) -> tuple[str, Role, Severity, int, FaultOf | None, Action | None]:
         code = int(groups["xid"])
         meaning = self.xids.read(code, groups.get("text", ""))
@@ -136,7 +140,7 @@ class _OneLog:
             weight = 10
         elif code in APPLICATION_FIRST:
             weight = 62
-        return meaning.category, role, meaning.severity or severity, weight, meaning.fault_of, meaning.action
+        return meaning.category, role, meaning.severity, weight, meaning.fault_of, meaning.action
 
     def _subject(self, hit: Hit, groups: dict[str, str], said_by: str | None) -> Subject:
         speaker, context, about = hit.speaker.subject, hit.context or Subject(), self.scan.about
@@ -160,12 +164,12 @@ class _OneLog:
     def _traceback_at(self, hit: Hit) -> str:
         if hit.sign.kind != "sign" or hit.sign.role == "benign":
             return ""
-        for block in self._tracebacks:
-            if block.exception_offset == hit.offset:
-                return scrub(block.text())
-        for block in self.scan.blocks:
-            if isinstance(block, HangDump) and block.offset == hit.offset:
-                return scrub(block.text())
+        for trace in self._tracebacks:
+            if trace.exception_offset == hit.offset:
+                return scrub(trace.text())
+        for dump in self.scan.blocks:
+            if isinstance(dump, HangDump) and dump.offset == hit.offset:
+                return scrub(dump.text())
         return ""
 
     def _time(self, stamp: Stamp | None) -> float | None:
@@ -175,7 +179,14 @@ class _OneLog:
         self, node: str | None, line: int, offset: int, at: float | None, text: str, role: Role, sign: str
     ) -> Evidence:
         return Evidence(
-            node=node, file=self.scan.file, line=line, offset=offset, time_seconds=at, text=scrub(text), role=role, sign=sign
+            node=node,
+            file=self.scan.file,
+            line=line,
+            offset=offset,
+            time_seconds=at,
+            text=scrub(text),
+            role=role,
+            sign=sign,
         )
 
     # --------------------------------------------------------------------------------------------------- several lines
@@ -314,7 +325,9 @@ class _OneLog:
                 subject=Subject(node=self.scan.node),
                 node=self.scan.node,
                 time_seconds=at,
-                evidence=(Evidence(node=self.scan.node, file=self.scan.file, time_seconds=at, role="benign", sign="log.end"),),
+                evidence=(
+                    Evidence(node=self.scan.node, file=self.scan.file, time_seconds=at, role="benign", sign="log.end"),
+                ),
             )
         ]
 

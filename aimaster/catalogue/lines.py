@@ -17,7 +17,9 @@ HEAD_BYTES: Final = 320
 
 DAY: Final = 86400.0
 
-_MONTHS: Final = {name: number for number, name in enumerate(b"Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec".split(), 1)}
+_MONTHS: Final = {
+    name: number for number, name in enumerate(b"Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec".split(), 1)
+}
 _MONTH = rb"(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)"
 _CLOCK = rb"(\d\d):(\d\d):(\d\d)"
 
@@ -120,7 +122,9 @@ def _utc(seconds: float) -> tuple[int, ...]:
 
 # --------------------------------------------------------------------------------------------------------- who speaks
 
-_RAY = re.compile(rb"^\s*(?:\x1b\[\d+m)*\((?:[\w.:<>$-]+,? ?)??(?:rank=(\d+),? ?)?(?:pid=(\d+))?(?:,? ?ip=([\w.:-]+?))?(?:, [^)]*)?\)")
+_RAY = re.compile(
+    rb"^\s*(?:\x1b\[\d+m)*\((?:[\w.:<>$-]+,? ?)??(?:rank=(\d+),? ?)?(?:pid=(\d+))?(?:,? ?ip=([\w.:-]+?))?(?:, [^)]*)?\)"
+)
 _RANK = re.compile(rb"\[[Rr]ank:? ?(\d+)\]|^\[\d+,(\d+)\]<std|\bRank (\d+)\]|\[task (\d+)\]|^ {0,3}(\d{1,5}): ")
 _NCCL = re.compile(rb"(?:^|\s)([A-Za-z][\w.-]*|\d+\.\d+\.\d+\.\d+):(\d+):\d+ \[(\d+)\] ")
 _OMPI = re.compile(rb"^\[([A-Za-z][\w.-]*):(\d+)\] ")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from aimaster.catalogue.sign import SUBJECT_GROUPS, Sign
@@ -16,12 +17,15 @@ from aimaster.wire.health import Evidence, Finding, Subject
 if TYPE_CHECKING:
     from aimaster.catalogue.xid import XidTable
 
+hyperscan: Any
 try:
-    import hyperscan  # type: ignore[import-not-found,unused-ignore]
+    hyperscan = import_module("hyperscan")
 except ImportError:  # no wheel for this machine: the slower search gives the same answers
     hyperscan = None
 
-KERNEL_LINE = re.compile(rb"kernel: |^\s*\[\s*\d+\.\d+\]|^\[\w{3} \w{3} +\d+ [\d:]+ \d{4}\]|^<\d+>|^\d+,\d+,\d+,|NVRM: |nvidia-nvswitch")
+KERNEL_LINE = re.compile(
+    rb"kernel: |^\s*\[\s*\d+\.\d+\]|^\[\w{3} \w{3} +\d+ [\d:]+ \d{4}\]|^<\d+>|^\d+,\d+,\d+,|NVRM: |nvidia-nvswitch"
+)
 
 
 class Literals(Protocol):

@@ -42,7 +42,9 @@ class Names:
         self._central: set[int] = set()
         claims: dict[str, set[str]] = {}
         for scan in scans:
-            hosts = {plain(host) for host in scan.hosts if not is_address(host)}  # Ray's ip= names a member, not the log's node
+            hosts = {
+                plain(host) for host in scan.hosts if not is_address(host)
+            }  # Ray's ip= names a member, not the log's node
             if (len(hosts) > 1 and hosts - {scan.node}) or any(_neighbours(host, scan.node) for host in hosts):
                 self._central.add(id(scan))
             elif scan.node is not None and hosts:

@@ -13,8 +13,17 @@ from typing import Final
 
 import msgspec
 
-from aimaster.catalogue.blocks import OPENERS, Block
-from aimaster.catalogue.lines import Progress, Speaker, Stamp, may_hold_progress, read_progress, read_speaker, read_stamp, speaker_of_file
+from aimaster.catalogue.blocks import OPENERS, Block, TorchrunReport
+from aimaster.catalogue.lines import (
+    Progress,
+    Speaker,
+    Stamp,
+    may_hold_progress,
+    read_progress,
+    read_speaker,
+    read_stamp,
+    speaker_of_file,
+)
 from aimaster.catalogue.matcher import Catalogue, Compiled, read_groups
 from aimaster.catalogue.sign import Sign
 from aimaster.wire.health import Subject
@@ -102,7 +111,11 @@ class LogScan:
         if cut == 0 and len(data) < 4 * CHUNK_BYTES:
             self._rest = data
             return
-        cut = cut or len(data)
+        if cut == 0:  # no end of line in megabytes: read on, and the seam once more
+            self._read(data)
+            self._rest = data[-LOOK_BACK:]
+            self.bytes_read -= LOOK_BACK
+            return
         self._rest = data[cut:]
         self._read(data[:cut])
 
@@ -187,7 +200,9 @@ class LogScan:
     def _confirm(self, chunk: bytes, start: int, stop: int, numbers: Iterable[int]) -> None:
         line = chunk[start:stop]
         for compiled, found in self.catalogue.confirm(line, numbers):
-            key = (compiled.number, *found.groups())
+            key: tuple[object, ...] = (compiled.number, *found.groups())
+            if compiled.sign.role == "self":
+                key = (*key, read_speaker(line))  # the same words of another rank or node are another statement
             known = self._seen.get(key)
             if known is not None and not compiled.sign.opens:
                 known.count += 1
@@ -281,8 +296,10 @@ class LogScan:
         return self.last_stamp
 
     def _open_block(self, chunk: bytes, stop: int, block: Block) -> None:
-        if any(type(one) is type(block) and one.offset <= block.offset <= one.end_offset for one in self.blocks[-4:]):
-            return
+        if isinstance(block, TorchrunReport) and any(
+            isinstance(one, TorchrunReport) and one.offset <= block.offset <= one.end_offset for one in self.blocks[-4:]
+        ):
+            return  # the report's own headings
         if len(self.blocks) >= CAP["root"]:
             self.dropped["block"] = self.dropped.get("block", 0) + 1
             return

@@ -23,7 +23,9 @@ _MASKS: Final = (
     (re.compile(rb"\d+(?:\.\d+)*"), b"<n>"),
     (re.compile(rb"\s+"), b" "),
 )
-_ALARMING = re.compile(rb"(?i)error|fail|fatal|exception|abort|cannot|unable|denied|invalid|corrupt|kill|lost|refused|panic|critical")
+_ALARMING = re.compile(
+    rb"(?i)error|fail|fatal|exception|abort|cannot|unable|denied|invalid|corrupt|kill|lost|refused|panic|critical"
+)
 
 
 def template(line: bytes) -> bytes:
@@ -46,4 +48,10 @@ def new_lines(scans: Iterable[LogScan]) -> Iterator[Evidence]:
             if left and mask not in known and _ALARMING.search(line):
                 known.add(mask)
                 left -= 1
-                yield Evidence(node=scan.node, file=scan.file, text=scrub(line[:500].decode(errors="replace")), role="benign", sign="new")
+                yield Evidence(
+                    node=scan.node,
+                    file=scan.file,
+                    text=scrub(line[:500].decode(errors="replace")),
+                    role="benign",
+                    sign="new",
+                )

@@ -109,7 +109,7 @@ class XidTable:
 def load_xids() -> XidTable:
     """The packaged table."""
     rows: dict[int, Xid] = {}
-    with files(__package__).joinpath("xid.csv").open(encoding="utf-8", newline="") as table:
+    with files(__package__).joinpath("xid.csv").open(encoding="utf-8") as table:
         for row in csv.DictReader(table):
             code = int(row.pop("xid"))
             rows[code] = msgspec.convert({"code": code, **row}, Xid)
@@ -127,11 +127,13 @@ def _read_contained(row: Xid, text: str) -> Meaning:
     needs_reset = "RST: Yes" in text
     if row.code == 94 and needs_reset:
         return Meaning(
-            category="gpu.ecc", severity="critical", fault_of="hardware", action="replace_node", why="contained, but the GPU needs a reset"
+            category="gpu.ecc",
+            severity="critical",
+            fault_of="hardware",
+            action="replace_node",
+            why="contained, but the GPU needs a reset",
         )
-    return Meaning(
-        category=row.category, severity=row.severity, fault_of=row.fault_of, action=row.action, why=row.name
-    )
+    return Meaning(category=row.category, severity=row.severity, fault_of=row.fault_of, action=row.action, why=row.name)
 
 
 def _read_nvlink(row: Xid, text: str) -> Meaning:

@@ -80,7 +80,9 @@ def examine(
     scans = read_logs(paths, catalogue, problems)
     findings = [one for one in collect(scans, catalogue.xids, now=now) if _within(one, since, until)]
     verdict = judge(findings, now)
-    verdict = msgspec.structs.replace(verdict, evidence=tuple(_with_line(line, scans, paths) for line in verdict.evidence))
+    verdict = msgspec.structs.replace(
+        verdict, evidence=tuple(_with_line(line, scans, paths) for line in verdict.evidence)
+    )
     if verdict.category == "unknown":
         verdict = msgspec.structs.replace(verdict, candidates=tuple(new_lines(scans)))
     dropped: dict[str, int] = {}
@@ -104,7 +106,9 @@ def _with_line(line: Evidence, scans: list[LogScan], paths: tuple[str, ...]) -> 
     scan = next((one for one in scans if one.file == line.file and not one.count_lines), None)
     if line.line or scan is None or not line.text:
         return line
-    path = next((place for place in (line.file, *(str(Path(root, line.file)) for root in paths)) if Path(place).is_file()), None)
+    path = next(
+        (place for place in (line.file, *(str(Path(root, line.file)) for root in paths)) if Path(place).is_file()), None
+    )
     return line if path is None else msgspec.structs.replace(line, line=line_number(path, line.offset))
 
 
@@ -121,7 +125,9 @@ def parse_time(text: str, now: float) -> float:
     try:
         moment = datetime.fromisoformat(text.strip())
     except ValueError as error:
-        raise click.BadParameter(f"{text!r} is no time: write 2026-01-31T12:00:00 or an age such as 30m, 2h, 1d") from error
+        raise click.BadParameter(
+            f"{text!r} is no time: write 2026-01-31T12:00:00 or an age such as 30m, 2h, 1d"
+        ) from error
     return moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()
 
 
@@ -170,7 +176,10 @@ def as_text(report: Report, *, explain: bool) -> str:
                 lines += [_evidence_line(line) for line in one.evidence]
     if explain:
         lines += ["", f"All statements ({len(report.findings)}):"]
-        lines += [f"  {_clock(one.time_seconds)} {one.role:10} {one.weight:3} {one.category:24} {one.sign:28} {one.subject.node or '-'}" for one in report.findings]
+        lines += [
+            f"  {_clock(one.time_seconds)} {one.role:10} {one.weight:3} {one.category:24} {one.sign:28} {one.subject.node or '-'}"
+            for one in report.findings
+        ]
     read = f"Read {report.files} logs, {report.bytes_read / 1e6:.1f} MB, of {len(report.nodes) or 1} node{'s' if len(report.nodes) > 1 else ''}"
     lines += ["", f"{read}; seen: {', '.join(report.frameworks) or 'no known program'}."]
     if report.dropped:
@@ -205,10 +214,15 @@ def exit_code(verdict: Verdict, report: Report) -> int:
 @click.option("--since", metavar="TIME", help="Leave out what happened before: 2026-01-31T12:00, or an age such as 2h.")
 @click.option("--until", metavar="TIME", help="Leave out what happened after.")
 @click.option(
-    "--rules", multiple=True, type=click.Path(exists=True, dir_okay=False), metavar="FILE",
+    "--rules",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False),
+    metavar="FILE",
     help="Your own signs, retryable errors and signs to switch off (TOML); may be repeated.",
 )
-def diagnose(paths: tuple[str, ...], as_json: bool, explain: bool, since: str | None, until: str | None, rules: tuple[str, ...]) -> None:
+def diagnose(
+    paths: tuple[str, ...], as_json: bool, explain: bool, since: str | None, until: str | None, rules: tuple[str, ...]
+) -> None:
     """Find who failed first, and why, in logs.
 
     PATHS: a log file, a folder with one folder per node, a Ray session folder, an archive of one (tar, zip, gz, zst), or - for standard input.

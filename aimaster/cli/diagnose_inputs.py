@@ -14,15 +14,53 @@ import re
 import subprocess
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Final, NamedTuple
+from typing import IO, Final, NamedTuple, cast
 
 from aimaster.catalogue.scan import CHUNK_BYTES
 
 SKIPPED_SUFFIXES: Final = frozenset(
-    ".safetensors .pt .pth .bin .npy .npz .so .pyc .py .ipynb .c .h .cu .cpp .md .png .jpg .jpeg .gif .pdf .parquet .arrow .whl .db .sqlite .pkl "
-    ".distcp .svg .html .css .js .onnx .gguf .mp4 .wav .trace .core".split()
+    f".{suffix}"
+    for suffix in [
+        "safetensors",
+        "pt",
+        "pth",
+        "bin",
+        "npy",
+        "npz",
+        "so",
+        "pyc",
+        "py",
+        "ipynb",
+        "c",
+        "h",
+        "cu",
+        "cpp",
+        "md",
+        "png",
+        "jpg",
+        "jpeg",
+        "gif",
+        "pdf",
+        "parquet",
+        "arrow",
+        "whl",
+        "db",
+        "sqlite",
+        "pkl",
+        "distcp",
+        "svg",
+        "html",
+        "css",
+        "js",
+        "onnx",
+        "gguf",
+        "mp4",
+        "wav",
+        "trace",
+        "core",
+    ]
 )
 _STAGES: Final = (".gz", ".bz2", ".xz", ".zst", ".zstd")
 
@@ -108,7 +146,10 @@ def _file(root: str, path: Path, relative: str, problems: list[Unreadable]) -> I
 
 
 def _tar_kind(name: str, head: bytes) -> bool:
-    return re.search(r"\.(?:tar(?:\.(?:gz|bz2|xz|zst|zstd))?|tgz|tbz2|txz)$", name) is not None or head[257:262] == b"ustar"
+    return (
+        re.search(r"\.(?:tar(?:\.(?:gz|bz2|xz|zst|zstd))?|tgz|tbz2|txz)$", name) is not None
+        or head[257:262] == b"ustar"
+    )
 
 
 def _tar(root: str, raw: IO[bytes], file_name: str, relative: str, problems: list[Unreadable]) -> Iterator[Source]:
@@ -154,14 +195,13 @@ def _unpack(raw: IO[bytes], name: str) -> tuple[IO[bytes], str]:
     if suffix not in _STAGES and suffix != ".tgz":
         return raw, name
     bare = name[: -len(suffix)]
-    openers: dict[str, Callable[[IO[bytes]], IO[bytes]]] = {
-        ".gz": lambda stream: gzip.GzipFile(fileobj=stream),  # type: ignore[dict-item,return-value]
-        ".bz2": lambda stream: bz2.BZ2File(stream),  # type: ignore[dict-item,return-value]
-        ".xz": lambda stream: lzma.LZMAFile(stream),  # type: ignore[dict-item,return-value]
-        ".zst": _zstd,
-        ".zstd": _zstd,
-    }
-    return openers[suffix](raw), bare
+    if suffix in (".gz", ".tgz"):
+        return cast("IO[bytes]", gzip.GzipFile(fileobj=raw)), bare
+    if suffix == ".bz2":
+        return cast("IO[bytes]", bz2.BZ2File(raw)), bare
+    if suffix == ".xz":
+        return cast("IO[bytes]", lzma.LZMAFile(raw)), bare
+    return _zstd(raw), bare
 
 
 def _zstd(stream: IO[bytes]) -> IO[bytes]:
@@ -169,7 +209,7 @@ def _zstd(stream: IO[bytes]) -> IO[bytes]:
         import zstandard
     except ImportError:
         try:
-            child = subprocess.Popen(["zstd", "-dcq"], stdin=stream, stdout=subprocess.PIPE)  # noqa: SIM115 - read to its end by the caller
+            child = subprocess.Popen(["zstd", "-dcq"], stdin=stream, stdout=subprocess.PIPE)
         except (FileNotFoundError, OSError) as error:
             raise OSError("to read .zst, install the Python package zstandard or the program zstd") from error
         if child.stdout is None:
@@ -210,7 +250,9 @@ _NODE_IN_FILE = re.compile(
     r"(?:^|[._-])(?P<node>(?:(?:node|host|worker|pod|gpu|master|head|policy|rollout|controller|trainer|ip|dlc|rank-node)[_-]?[\w-]*\d|head|controller)"
     r"|\d+\.\d+\.\d+\.\d+)(?=[._-](?:\w+[._-])*(?:log|out|err|txt|jsonl?|stderr|stdout)\b|$)"
 )
-_HOST_LIKE = re.compile(r"(?:node|host|worker|gpu|master|head|policy|rollout|controller|pod|ip-)[\w.-]*|\d+\.\d+\.\d+\.\d+", re.IGNORECASE)
+_HOST_LIKE = re.compile(
+    r"(?:node|host|worker|gpu|master|head|policy|rollout|controller|pod|ip-)[\w.-]*|\d+\.\d+\.\d+\.\d+", re.IGNORECASE
+)
 
 
 def name_nodes(names: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str | None]:

@@ -195,55 +195,97 @@ def _row(fault_of: FaultOf, action: Action, advice: str, *, announced: bool = Fa
 
 CATEGORIES: Final[dict[str, Category]] = {
     "gpu.lost": _row("hardware", "replace_node", "Take the node out and have the GPU reseated or replaced."),
-    "gpu.ecc": _row("hardware", "replace_node", "Take the node out; reset the GPU and run a memory diagnostic before reuse."),
-    "gpu.ecc_contained": _row("hardware", "restart_process", "Restart the process; replace the GPU if it comes back after a reset."),
-    "gpu.row_remap_failure": _row("hardware", "replace_node", "Take the node out; the GPU's memory has no spare rows left (RMA)."),
+    "gpu.ecc": _row(
+        "hardware", "replace_node", "Take the node out; reset the GPU and run a memory diagnostic before reuse."
+    ),
+    "gpu.ecc_contained": _row(
+        "hardware", "restart_process", "Restart the process; replace the GPU if it comes back after a reset."
+    ),
+    "gpu.row_remap_failure": _row(
+        "hardware", "replace_node", "Take the node out; the GPU's memory has no spare rows left (RMA)."
+    ),
     "gpu.row_remap_pending": _row("hardware", "ignore", "Nothing now; reset the GPU when it is next idle."),
     "gpu.firmware": _row("platform", "replace_node", "Take the node out and reset the GPU or reboot it."),
     "gpu.exec_fault": _row("hardware", "replace_node", "Take the node out; the same GPU faults again with other work."),
-    "gpu.silent_corruption": _row("hardware", "replace_node", "Take the node out; the GPU computes wrong results without an error."),
+    "gpu.silent_corruption": _row(
+        "hardware", "replace_node", "Take the node out; the GPU computes wrong results without an error."
+    ),
     "gpu.slowdown": _row("hardware", "replace_node", "Take the node out; check cooling and power of the GPU."),
     "gpu.nvlink": _row("hardware", "replace_node", "Take the node out; check NVLink bridges, switch and GPU seating."),
-    "gpu.fabric": _row("platform", "replace_node", "Take the node out; restart the fabric manager, check the NVSwitches."),
+    "gpu.fabric": _row(
+        "platform", "replace_node", "Take the node out; restart the fabric manager, check the NVSwitches."
+    ),
     "gpu.pcie": _row("hardware", "replace_node", "Take the node out; check the PCIe slot, riser and power."),
-    "gpu.driver_mismatch": _row("platform", "replace_node", "Use another node; this one needs a reboot or matching driver libraries."),
-    "gpu.access_lost": _row("platform", "replace_node", "Recreate the pod; the container lost its GPU devices, the GPU itself is well."),
-    "gpu.memory_held": _row("platform", "replace_node", "Kill the left-over process that holds GPU memory, else use another node."),
+    "gpu.driver_mismatch": _row(
+        "platform", "replace_node", "Use another node; this one needs a reboot or matching driver libraries."
+    ),
+    "gpu.access_lost": _row(
+        "platform", "replace_node", "Recreate the pod; the container lost its GPU devices, the GPU itself is well."
+    ),
+    "gpu.memory_held": _row(
+        "platform", "replace_node", "Kill the left-over process that holds GPU memory, else use another node."
+    ),
     "net.port_down": _row("hardware", "replace_node", "Take the node out; check cable, transceiver and switch port."),
     "net.nic_fault": _row("hardware", "replace_node", "Take the node out; the network adapter failed."),
-    "net.rdma_error": _row("platform", "restart_process", "Try again; if it returns, go on without the peer and check the path to it."),
+    "net.rdma_error": _row(
+        "platform", "restart_process", "Try again; if it returns, go on without the peer and check the path to it."
+    ),
     "net.unreachable": _row("platform", "stop_job", "Correct the advertised address, interface or firewall rule."),
-    "net.port_in_use": _row("user_code", "restart_process", "Start again on a free port, or stop the process that holds this one."),
+    "net.port_in_use": _row(
+        "user_code", "restart_process", "Start again on a free port, or stop the process that holds this one."
+    ),
     "node.lost": _row("platform", "replace_node", "Take another node; this one no longer answers."),
     "node.kernel_fault": _row("hardware", "replace_node", "Take the node out and collect its crash dump."),
-    "node.oom_host": _row("user_code", "stop_job", "Use less host memory (workers, caches, pinned memory) or larger nodes."),
-    "node.oom_cgroup": _row("user_code", "stop_job", "Raise the memory limit of the pod or step, or use less host memory."),
+    "node.oom_host": _row(
+        "user_code", "stop_job", "Use less host memory (workers, caches, pinned memory) or larger nodes."
+    ),
+    "node.oom_cgroup": _row(
+        "user_code", "stop_job", "Raise the memory limit of the pod or step, or use less host memory."
+    ),
     "node.shm_full": _row("platform", "stop_job", "Give the container more /dev/shm (memory emptyDir or --shm-size)."),
     "node.disk_full": _row("user_code", "stop_job", "Free space, keep fewer checkpoints, or write to a larger volume."),
     "node.disk_fault": _row("hardware", "replace_node", "Take the node out; its disk fails."),
     "node.shared_fs": _row("transient", "restart_process", "Try again; if it returns, look at the file server."),
     "node.limits": _row("platform", "stop_job", "Raise the limit on processes, threads or open files."),
     "node.clock_skew": _row("platform", "replace_node", "Synchronise the node's clock (NTP) or take another node."),
-    "sched.preempted": _row("platform", "reform_without", "Nothing is broken; go on without it until capacity returns.", announced=True),
-    "sched.time_limit": _row("platform", "stop_job", "Ask for more time, or resume from the newest checkpoint.", announced=True),
-    "ray.head_lost": _row("platform", "replace_node", "Restart the head elsewhere; look at its memory, disk and pod events."),
-    "ray.memory_monitor": _row("user_code", "stop_job", "Give the actor more memory (num_cpus, memory=) or start fewer at once on a node."),
-    "ray.node_overloaded": _row("user_code", "restart_process", "Leave CPUs to the raylet; it was alive but too busy to answer health checks."),
+    "sched.preempted": _row(
+        "platform", "reform_without", "Nothing is broken; go on without it until capacity returns.", announced=True
+    ),
+    "sched.time_limit": _row(
+        "platform", "stop_job", "Ask for more time, or resume from the newest checkpoint.", announced=True
+    ),
+    "ray.head_lost": _row(
+        "platform", "replace_node", "Restart the head elsewhere; look at its memory, disk and pod events."
+    ),
+    "ray.memory_monitor": _row(
+        "user_code", "stop_job", "Give the actor more memory (num_cpus, memory=) or start fewer at once on a node."
+    ),
+    "ray.node_overloaded": _row(
+        "user_code", "restart_process", "Leave CPUs to the raylet; it was alive but too busy to answer health checks."
+    ),
     "serve.kv_cache": _row("user_code", "stop_job", "Lower the model length or raise gpu_memory_utilization."),
     "app.exception": _row("user_code", "stop_job", "Mend the program; the traceback says where."),
     "app.config": _row("user_code", "stop_job", "Correct the configuration named in the message."),
     "app.cuda_oom": _row("user_code", "stop_job", "Use a smaller micro batch or sequence, or shard or offload more."),
-    "app.device_assert": _row("user_code", "stop_job", "Check indices and labels fed to the kernel (CUDA_LAUNCH_BLOCKING=1 shows the call)."),
-    "app.illegal_access": _row("user_code", "restart_process", "A kernel read memory it does not own; check custom kernels and their versions."),
+    "app.device_assert": _row(
+        "user_code", "stop_job", "Check indices and labels fed to the kernel (CUDA_LAUNCH_BLOCKING=1 shows the call)."
+    ),
+    "app.illegal_access": _row(
+        "user_code", "restart_process", "A kernel read memory it does not own; check custom kernels and their versions."
+    ),
     "app.segfault": _row("user_code", "stop_job", "A native library crashed; check its version and the core dump."),
     "app.nan": _row("user_code", "stop_job", "Look at the data and learning rate of that step; resume from before it."),
-    "app.collective_mismatch": _row("user_code", "stop_job", "Ranks run different collectives; look for a branch that depends on rank or data."),
+    "app.collective_mismatch": _row(
+        "user_code", "stop_job", "Ranks run different collectives; look for a branch that depends on rank or data."
+    ),
     "data.corrupt": _row("transient", "restart_process", "Delete the file and fetch it again."),
     "data.remote": _row("transient", "restart_process", "Try again with back-off; the remote store refused or failed."),
     "hang.straggler": _row("transient", "restart_process", "Look at the stack of the rank that is behind."),
     "hang.unknown": _row("transient", "restart_process", "Collect stacks of all ranks; nobody can be blamed."),
     "app.retryable": _row("transient", "restart_process", "The user's rules call this error worth another try."),
-    "process.killed": _row("transient", "restart_process", "Find out who sent the signal; the process itself said nothing."),
+    "process.killed": _row(
+        "transient", "restart_process", "Find out who sent the signal; the process itself said nothing."
+    ),
     "unknown": _row("transient", "restart_process", "No sign explains this; look at the candidate lines."),
     "benign": _row("none", "ignore", "Nothing to do."),
 }

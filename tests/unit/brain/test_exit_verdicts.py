@@ -1,0 +1,111 @@
+import signal
+
+import pytest
+
+from aimaster.brain.diagnose import from_exit
+from aimaster.catalogue import load
+
+CATALOGUE = load()
+TRACE = """step 3
+Traceback (most recent call last):
+  File "train.py", line 9, in <module>
+    main()
+  File "train.py", line 5, in main
+    return batch["labels"]
+KeyError: 'labels'
+"""
+GLOO = """Traceback (most recent call last):
+  File "train.py", line 9, in <module>
+    dist.all_reduce(x)
+RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:41234. This is typically caused by a remote worker crashing
+"""
+
+
+def said(*lines):
+    return [match.finding(node="n1") for line in lines for match in CATALOGUE.match(line)]
+
+
+def verdict(exit_code=None, number=None, lines=(), tail=""):
+    return from_exit("policy-1", "n1", 8, 812, exit_code, number, said(*lines), log_tail=tail, now=5.0)
+
+
+def test_the_users_exception_stops_the_job_with_rank_and_traceback():
+    """An exception of the program is the user's: stop_job, with rank, pid and the traceback."""
+    got = verdict(1, tail=TRACE)
+    assert (got.category, got.fault_of, got.action) == ("app.exception", "user_code", "stop_job")
+    assert (got.culprit.rank, got.culprit.pid) == (8, 812)
+    assert got.traceback.startswith("Traceback")
+    assert got.traceback.endswith("KeyError: 'labels'")
+    assert "KeyError: 'labels'" in got.summary
+
+
+@pytest.mark.parametrize(
+    ("code", "number"), [(None, signal.SIGKILL), (None, signal.SIGTERM), (-9, None), (137, None), (143, None)]
+)
+def test_a_kill_without_a_word_is_worth_another_try(code, number):
+    """SIGKILL and SIGTERM from outside say nothing about the process: restart it."""
+    got = verdict(code, number)
+    assert (got.category, got.fault_of, got.action) == ("process.killed", "transient", "restart_process")
+
+
+def test_a_victim_of_a_dead_peer_is_never_the_root():
+    """gloo's error after a peer died is an echo, even with a traceback and exit code 1."""
+    got = verdict(1, lines=GLOO.splitlines(), tail=GLOO)
+    assert got.action == "restart_process"
+    assert got.category == "process.killed"
+    assert got.confidence < 0.5
+
+
+def test_the_self_fence_is_a_hang_not_an_exception():
+    """faulthandler's dump with exit 1 means no progress."""
+    got = verdict(
+        1, tail='Timeout (0:05:00)!\nThread 0x7f (most recent call first):\n  File "train.py", line 5 in load\n'
+    )
+    assert (got.category, got.action) == ("hang.straggler", "restart_process")
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "category"),
+    [
+        (
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 9.27 GiB. GPU 5 has a total capacity",
+            1,
+            "app.cuda_oom",
+        ),
+        ("MemoryError: Unable to allocate 3.2 GiB", 1, "node.oom_host"),
+        ("OSError: [Errno 28] No space left on device", 1, "node.disk_full"),
+        ("RuntimeError: CUDA error: uncorrectable ECC error encountered", 1, "gpu.ecc"),
+        ("train.py: error: unrecognized arguments: --foo", 2, "app.config"),
+    ],
+)
+def test_its_own_last_words_decide(line, code, category):
+    """A sign in the member's log names the category."""
+    assert verdict(code, lines=[line], tail=TRACE).category == category
+
+
+@pytest.mark.parametrize(
+    ("number", "category"),
+    [(signal.SIGSEGV, "app.segfault"), (signal.SIGBUS, "node.shm_full"), (signal.SIGILL, "app.segfault")],
+)
+def test_a_crash_signal_names_its_category(number, category):
+    """SIGSEGV is a crash of native code, SIGBUS a full /dev/shm."""
+    assert verdict(None, number).category == category
+
+
+def test_the_kernels_word_on_the_victim_outweighs_the_bare_signal():
+    """An OOM line for this pid beside SIGKILL is the memory limit."""
+    line = "kernel: Memory cgroup out of memory: Killed process 812 (python) total-vm:1kB, anon-rss:1kB"
+    got = verdict(None, signal.SIGKILL, lines=[line])
+    assert (got.category, got.action) == ("node.oom_cgroup", "stop_job")
+
+
+def test_a_good_end_is_benign():
+    """Exit code 0 is nothing to act upon."""
+    assert verdict(0).action == "ignore"
+
+
+def test_an_unknown_exit_code_is_not_blamed_on_anyone():
+    """Exit code 3 without any sign: unknown, low confidence."""
+    got = verdict(3)
+    assert got.category == "unknown"
+    assert got.confidence < 0.5

@@ -1,0 +1,60 @@
+import time
+
+import pytest
+
+from aimaster.catalogue import load
+from aimaster.cli.diagnose import examine
+from tests.fakes.failure_cases import judge, lay_out, load_cases, mutate
+
+NOW = time.time()
+HANDED = load_cases("failure_cases.jsonl")
+OWN = load_cases("own_cases.jsonl")
+SEEDS = range(1, 3)
+
+
+@pytest.fixture(scope="module")
+def catalogue():
+    return load()
+
+
+def verdict_of(case, folder, catalogue, *, newline="\n"):
+    return examine((str(lay_out(case, folder, newline=newline)),), catalogue, now=NOW).verdict
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case["id"]) for case in HANDED + OWN])
+def test_each_labelled_case_is_diagnosed(case, tmp_path, catalogue):
+    """Category, culprit, fault and first action of each labelled case are right, and decoys are left alone."""
+    assert judge(case, verdict_of(case, tmp_path, catalogue)) == dict.fromkeys(
+        ("identified", "detail", "fault_of", "action"), True
+    )
+
+
+def test_mutated_cases_are_diagnosed_as_well(tmp_path, catalogue):
+    """Other hosts, source line numbers, releases and orders of files change hardly any verdict."""
+    cases = [mutate(case, seed) for case in HANDED + OWN for seed in SEEDS]
+    assert len(cases) >= 120
+    marks = {case["id"]: judge(case, verdict_of(case, tmp_path, catalogue)) for case in cases}
+    right = [name for name, mark in marks.items() if mark["identified"] and mark["action"]]
+    wrong = sorted(set(marks) - set(right))
+    assert len(right) >= 0.98 * len(cases), wrong
+
+
+def test_windows_line_ends_change_nothing(tmp_path, catalogue):
+    """Logs that went through another system are read the same."""
+    for case in OWN[:12]:
+        assert judge(case, verdict_of(case, tmp_path, catalogue, newline="\r\n"))["identified"], case["id"]
+
+
+def test_every_category_has_a_labelled_case():
+    """The taxonomy is covered: each root category occurs in at least one case."""
+    from aimaster.wire.health import CATEGORIES
+
+    covered = {case["expected"]["category"] for case in HANDED + OWN}
+    assert set(CATEGORIES) - covered == {"app.retryable", "unknown"}
+
+
+def test_a_decoy_never_asks_for_an_action(tmp_path, catalogue):
+    """False alarms: no decoy, mutated or not, asks for anything."""
+    decoys = [case for case in HANDED + OWN if case["expected"]["category"] == "benign"]
+    for case in decoys + [mutate(case, 7) for case in decoys]:
+        assert verdict_of(case, tmp_path, catalogue).action == "ignore", case["id"]
