@@ -120,13 +120,16 @@ def begin_regroup(d: Draft, incident: Incident) -> None:
     d.change(regroup=Regroup(incident=incident.incident, incarnation=following))
     d.incident(incident.incident, members=tuple(d.state.members))
     for member in d.state.members.values():
-        if member.state in LIVE:
-            d.drop_orders_about(member.member)
-            stop = orders.StopMember(
-                member=member.member, incarnation=member.incarnation, grace_seconds=GROUP_GRACE_SECONDS
-            )
-            d.order(member.node, stop, f"incident {incident.incident}")
+        stop_for_regroup(d, member)
     ask_for_port(d)
+
+
+def stop_for_regroup(d: Draft, member: Member) -> None:
+    """While the ranks regroup, one that lives is to stop."""
+    if d.state.regroup is not None and member.state in LIVE:
+        d.drop_orders_about(member.member)
+        stop = orders.StopMember(member=member.member, incarnation=member.incarnation, grace_seconds=GROUP_GRACE_SECONDS)
+        d.order(member.node, stop, f"incident {d.state.regroup.incident}")
 
 
 def ask_for_port(d: Draft) -> None:

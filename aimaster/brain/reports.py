@@ -121,7 +121,7 @@ def _meet(d: Draft, node: NodeId, picture: MemberPicture) -> None:
             )
             started = member.started_at or d.now
             _runs(d, member, picture.incarnation, started)
-            d.member(picture.member, process=picture.process)
+            members.stop_for_regroup(d, d.member(picture.member, process=picture.process))
         return
     reason = f"a newer {picture.member} was started, or it is not of this job"
     d.order(node, orders.KillMember(member=picture.member, incarnation=picture.incarnation, reason=reason), "fencing")

@@ -83,7 +83,12 @@ class NodeWorld:
     done: set[str] = field(default_factory=set)
     stopped: bool = False
     inbox: list[Order] = field(default_factory=list)
-    """Orders that came with the welcome, before the outbox was sent."""
+    """Orders that were not taken up yet; lost with the line."""
+    joining: bool = False
+    deaf: bool = False
+    """Takes up no orders until it hears again or comes back."""
+    cut: bool = False
+    """Its members reach nobody either."""
 
 
 class World:
@@ -119,10 +124,12 @@ class World:
                 case Send():
                     assert self.state.nodes[action.node].state not in ("lost", "stopped", "waiting"), action
                     self.sent.append((action.node, action.order))
-                    if self.nodes[action.node].on_line:
-                        self.obey(action.node, action.order)
+                    node = self.nodes[action.node]
+                    assert node.on_line or node.joining, f"an order for {action.node}, which is not on the line"
+                    if node.joining or node.deaf:
+                        node.inbox.append(action.order)
                     else:
-                        self.nodes[action.node].inbox.append(action.order)
+                        self.obey(action.node, action.order)
                 case Conclude():
                     self.tell(action.event)
                 case ChoosePort():
@@ -134,6 +141,7 @@ class World:
     def restart_master(self, *, attempt: int | None = None) -> None:
         for node in self.nodes.values():
             node.on_line = False
+            node.inbox.clear()
         number = self.state.attempt if attempt is None else attempt
         self.view = View(since=self.now)
         self.tell(
@@ -154,6 +162,7 @@ class World:
         for name in names or self.nodes:
             node = self.nodes[name]
             node.inbox.clear()
+            node.cut, node.deaf, node.joining = False, False, True
             hello = Hello(
                 protocol=PROTOCOL_VERSION,
                 run_id=self.plan.run_id,
@@ -165,13 +174,21 @@ class World:
                 members=self.pictures(name),
             )
             self.tell(AgentConnected(hello=hello))
-            node.on_line = True
+            node.on_line, node.joining = True, False
             self.resend(name)
-            for order in list(node.inbox):
-                self.obey(name, order)
+            self.hear(name)
 
-    def disconnect(self, name: str) -> None:
-        self.nodes[name].on_line = False
+    def hear(self, name: str) -> None:
+        """Take up the orders that wait."""
+        node = self.nodes[name]
+        node.deaf = False
+        waiting, node.inbox = node.inbox, []
+        for order in waiting:
+            self.obey(name, order)
+
+    def disconnect(self, name: str, *, cut: bool = False) -> None:
+        self.nodes[name].on_line, self.nodes[name].cut = False, cut
+        self.nodes[name].inbox.clear()
         self.tell(AgentDisconnected(node=name, seen_at=self.now))
 
     def resend(self, name: str) -> None:
@@ -263,7 +280,8 @@ class World:
     # -- time and the controller ------------------------------------------------------------------------------------------
 
     def living(self) -> dict[str, int]:
-        return {member: number for node in self.nodes.values() for member, number in node.alive.items()}
+        """What lives and can speak."""
+        return {member: number for node in self.nodes.values() if not node.cut for member, number in node.alive.items()}
 
     def pulse(self, *, heard: bool = True, commit: bool = False, **more) -> ControllerPulse:
         """What the controller says now; with `heard` it hears every process that lives."""

@@ -6,7 +6,17 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from aimaster.brain.events import DrillMarked, Reported
+from aimaster.brain.events import (
+    DrillMarked,
+    HangConfirmed,
+    IncidentMoved,
+    IncidentSettled,
+    MemberVanished,
+    PortChosen,
+    Reported,
+    StartDue,
+    SuspicionWithdrawn,
+)
 from aimaster.brain.state import LIVE
 from aimaster.wire import codec
 from aimaster.wire.actions import StartMember
@@ -14,6 +24,7 @@ from aimaster.wire.messages import HangSuspected, Progress
 from tests.fakes.world import RANKS, RL, World, finding, plan_of
 
 WINDOW_SECONDS = 600.0
+CONCLUSIONS = (StartDue, MemberVanished, HangConfirmed, IncidentMoved, IncidentSettled, PortChosen, SuspicionWithdrawn)
 ALLOWED = 3
 
 
@@ -72,10 +83,25 @@ class Promises:
         )
         self.world.report(node, event)
 
-    @rule(name=st.sampled_from(["node-0", "node-1"]))
-    def an_agent_goes(self, name):
+    @rule(name=st.sampled_from(["node-0", "node-1"]), cut=st.booleans())
+    def an_agent_goes(self, name, cut):
         if self.world.nodes[name].on_line:
-            self.world.disconnect(name)
+            self.world.disconnect(name, cut=cut)
+
+    @rule(name=st.sampled_from(["node-0", "node-1"]))
+    def an_agent_is_slow(self, name):
+        self.world.nodes[name].deaf = True
+
+    @rule(name=st.sampled_from(["node-0", "node-1"]))
+    def a_slow_agent_catches_up(self, name):
+        if self.world.nodes[name].on_line:
+            self.world.hear(name)
+
+    @precondition(lambda self: any(isinstance(event, CONCLUSIONS) for event, _ in self.world.history))
+    @rule(data=st.data())
+    def a_conclusion_is_drawn_twice(self, data):
+        drawn = [event for event, _ in self.world.history if isinstance(event, CONCLUSIONS)]
+        self.world.tell(data.draw(st.sampled_from(drawn[-5:])))
 
     @rule(name=st.sampled_from(["node-0", "node-1"]), restarted=st.booleans())
     def an_agent_comes(self, name, restarted):
@@ -130,6 +156,16 @@ class Promises:
             if isinstance(order.action, StartMember):
                 key = (order.action.spec.member, order.action.incarnation)
                 assert where.setdefault(key, node) == node, key
+
+    @invariant()
+    def acknowledgements_never_go_back(self):
+        """What a Welcome says was journaled stays journaled."""
+        before = getattr(self, "_acknowledged", {})
+        for node in self.world.state.nodes.values():
+            key = (node.node, node.outbox_id)
+            assert node.acknowledged >= before.get(key, 0)
+            before[key] = node.acknowledged
+        self._acknowledged = before
 
     @invariant()
     def nothing_is_ordered_of_a_lost_node(self):
@@ -196,7 +232,9 @@ class Promises:
         """Given time and agents, whoever has budget runs again; and every reported death is known."""
         world = self.world
         for name, node in world.nodes.items():
-            if not node.on_line:
+            if node.on_line:
+                world.hear(name)
+            else:
                 world.connect(name)
         world.pass_time(WINDOW_SECONDS / 4, commit=True, turn=2.0)
         state = world.state
@@ -232,7 +270,7 @@ class RanksMachine(Promises, RuleBasedStateMachine):
     plan_fields = {"kind": "command", "restart_scope": "job"}
 
 
-bounds = settings(max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+bounds = settings(max_examples=100, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
 RlMachine.TestCase.settings = bounds
 RanksMachine.TestCase.settings = bounds
 
