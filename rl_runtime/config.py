@@ -89,6 +89,8 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     group_timeout_seconds: float
     lease_factor: float
     fence_leases: float
+    record_gradients: bool = False
+    """Each committed step's reduced gradient is kept on disk."""
     drills: tuple[HangDrill, ...] = ()
 
 
@@ -153,6 +155,7 @@ def policy_settings(job: JobSettings) -> PolicySettings:
         group_timeout_seconds=ours.leases.group_timeout_seconds,
         lease_factor=ours.leases.learnt_factor,
         fence_leases=ours.leases.self_fence_leases,
+        record_gradients=ours.record_gradients,
         drills=hang_drills(ours.drill),
     )
 

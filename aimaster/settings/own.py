@@ -123,6 +123,8 @@ class AimasterSettings(Table, frozen=True, kw_only=True):
     """Deadline of one score; past it the answer earns nothing and the worker is replaced."""
     shuffle_rewards: bool = False
     """Deal the rewards of a batch at random: the negative control, with which nothing may be learnt."""
+    record_gradients: bool = False
+    """Keep each committed step's reduced gradient beside the member's log, to replay and compare; never removed."""
     drill: str = ""
     """Faults to inflict: `kill:policy-1@20,stop:rollout-1@50`."""
     env: dict[str, dict[str, str]] = {}

@@ -3,7 +3,7 @@
 RUN (stands for storage that all nodes see)
     lock  run.json  plan.json  resolved.json  token  master.json  controller.json  summary.json
     journal/  ledger/  storage/  logs/{master,front}.log
-    nodes/NODE/agent.log  outbox/  members/MEMBER/{spec.json,pid.json,exit.json,output.log,stacks.txt}
+    nodes/NODE/agent.log  outbox/  members/MEMBER/{spec.json,pid.json,exit.json,output.log,stacks.txt,gradients/}
 /dev/shm/aimaster-RUNID-NODE (the node's memory, mode 0700)
     agent.sock  segments/  progress/MEMBER
 """

@@ -9,6 +9,7 @@ of the model's or the user's code is not caught here and ends the process with i
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import structlog
@@ -45,6 +46,7 @@ from rl_runtime.drills import Drills
 from rl_runtime.elastic import ElasticGroup, ReductionAborted
 from rl_runtime.links.base import PolicyLink
 from rl_runtime.member import Identity
+from rl_runtime.policy.gradients import GradientNote, keep_gradient
 from rl_runtime.policy.state import MemberState
 from rl_runtime.policy.trainer import Batch, digest
 
@@ -79,13 +81,16 @@ class PolicyLoop:
         drills: Drills,
         *,
         beat: Callable[[str], None],
+        gradients: Path | None = None,
     ) -> None:
+        """`gradients`: the folder in which each committed step's reduced gradient is kept; None: it is not."""
         self._identity = identity
         self._link = link
         self._state = state
         self._group = group
         self._drills = drills
         self._beat = beat
+        self._gradients = gradients
         self._epoch = 0
         self._stage: Stage = Fresh()
         self._learning_rate = 0.0
@@ -255,7 +260,21 @@ class PolicyLoop:
             return self._fresh()
         self._beat("compute")
         self._epoch = max(self._epoch, word.epoch)
+        if self._gradients is not None:
+            self._keep(word, vote, self._gradients)
         norm = self._state.commit(word, vote.reduced, learning_rate=self._learning_rate)
         self._vote = None
         self._figures["gradient_norm"] = norm
         return Ready()
+
+    def _keep(self, word: Committed, vote: Vote, folder: Path) -> None:
+        """Keep the gradient before it is applied, so that a step whose state exists has its gradient too."""
+        batch = self._state.trainer.batch
+        note = GradientNote(
+            version=word.version,
+            epoch=vote.stage.epoch,
+            batch_digest=batch.digest if batch is not None else "",
+            shares=vote.stage.shares,
+            learning_rate=self._learning_rate,
+        )
+        keep_gradient(folder, note, dict(self._state.trainer.views(vote.reduced)))

@@ -8,6 +8,7 @@ from aimaster.client import start_member
 from aimaster.settings import from_json
 from aimaster.telemetry.logs import set_up_logs
 from aimaster.wire.checkpoint import SealedNotice, Version
+from aimaster.wire.ids import NodeId
 from aimaster.wire.places import segments
 from easyckpt import Checkpointer
 from easyckpt.layout import SegmentHeader
@@ -19,6 +20,7 @@ from rl_runtime.elastic import ElasticGroup
 from rl_runtime.links.agent import AgentLink
 from rl_runtime.links.controller import ControllerLink
 from rl_runtime.member import read_environment
+from rl_runtime.policy.gradients import FOLDER
 from rl_runtime.policy.loop import PolicyLoop
 from rl_runtime.policy.state import ROLE, MemberState
 
@@ -79,7 +81,16 @@ def run_policy() -> None:
     )
     group = ElasticGroup(host=link.local_host(), beat=lambda: beat("reduce"))
     drills = Drills(settings.drills, member=identity.member, incarnation=identity.incarnation)
-    loop = PolicyLoop(identity, link, state, group, drills, beat=beat)
+    gradients = around.places.member(NodeId(identity.node), identity.member) / FOLDER
+    loop = PolicyLoop(
+        identity,
+        link,
+        state,
+        group,
+        drills,
+        beat=beat,
+        gradients=gradients if settings.record_gradients else None,
+    )
     loop.run()
     loop.close()
     progress.close()
