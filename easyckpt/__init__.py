@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from easyckpt.adapters.randomness import RandomState
     from easyckpt.engine import Checkpointer, Sealed
     from easyckpt.restore import Restored
     from easyckpt.sources import Candidate
@@ -21,12 +22,13 @@ if TYPE_CHECKING:
 _HOMES = {
     "Candidate": "easyckpt.sources",
     "Checkpointer": "easyckpt.engine",
+    "RandomState": "easyckpt.adapters.randomness",
     "Restored": "easyckpt.restore",
     "Sealed": "easyckpt.engine",
     "read_weights": "easyckpt.weights",
 }
 
-__all__ = ["Candidate", "Checkpointer", "Restored", "Sealed", "read_weights"]
+__all__ = ["Candidate", "Checkpointer", "RandomState", "Restored", "Sealed", "read_weights"]
 
 
 def __getattr__(name: str) -> Any:

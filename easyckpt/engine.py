@@ -25,6 +25,7 @@ from easyckpt import agreement, gate, shm, snapshot, sources
 from easyckpt.agreement import Agreement
 from easyckpt.errors import EasyckptError, NotReady, SaveFailed, StorageError
 from easyckpt.events import Event, Events, Kind, Listener
+from easyckpt.interval import Interval, Pace
 from easyckpt.layout import SegmentHeader, SegmentName, Version
 from easyckpt.lineage import History, advance, begin
 from easyckpt.restore import Restored, Restorer
@@ -63,7 +64,7 @@ class Checkpointer:
         ranks: int = 1,
         folder: str | os.PathLike[str] | None = None,
         slots: int = 2,
-        flush_every: int | None = 1,
+        flush_every: int | Literal["auto"] | None = 1,
         keep: int = 3,
         keep_every: int | None = None,
         mode: Literal["overlap", "copy"] = "overlap",
@@ -74,10 +75,11 @@ class Checkpointer:
         """`storage`: a folder for durable checkpoints. `folder`: of the segments; with `on_sealed` an agent flushes them, else a helper does.
 
         `slots=1` halves the memory; a kill in the middle of a save then loses the copy in memory. `keep`, `keep_every`: what stays on storage.
+        `flush_every`: every so many saves, never (None: only at the end), or "auto": as often as step and flush times advise.
         """
         if re.fullmatch(r"[A-Za-z0-9_-]+", member) is None or re.fullmatch(r"[A-Za-z0-9_-]+", role) is None:
             raise ValueError(f"member {member!r} and role {role!r} may have letters, digits, '_' and '-' only")
-        if not 0 <= rank < ranks or slots < 1 or keep < 1 or (flush_every is not None and flush_every < 1):
+        if not 0 <= rank < ranks or slots < 1 or keep < 1 or (isinstance(flush_every, int) and flush_every < 1):
             raise ValueError(
                 f"rank {rank} of {ranks}, slots {slots}, keep {keep}, flush_every {flush_every}: out of range"
             )
@@ -120,6 +122,8 @@ class Checkpointer:
         self._wanted: Version | None = None
         self._history = History()
         self._captured: snapshot.Capture | None = None
+        self._pace = Pace()
+        self._last_marked: int | None = None
         self._saves = 0
         self._closed = False
         gate.watch(self)
@@ -150,12 +154,13 @@ class Checkpointer:
         if self._saves == 0 and lineage is None:
             self._history = begin(self._history, self._newest_known())
         history = advance(self._history, step, lineage)
-        marked = flush if flush is not None else bool(self._flush_every and self._saves % self._flush_every == 0)
+        marked = flush if flush is not None else self._is_flush_due(step)
         header = self._header(history, captured, epoch=epoch, chain=chain, flush=marked)
         slot = self._saver.claim(header)
         if slot is not None:
             self._saves += 1
             self._history = history
+            self._last_marked = step if marked else self._last_marked
             self._saver.begin(header, slot, captured, started)
         self._raise_failure()
         return slot is not None
@@ -174,6 +179,11 @@ class Checkpointer:
     def newest(self) -> Sealed | None:
         """The newest snapshot this engine sealed."""
         return self._newest
+
+    @property
+    def flush_interval(self) -> Interval:
+        """What the measured step and flush times advise, with the reason; `flush_every="auto"` follows it."""
+        return self._pace.interval
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Until the last save is sealed and, when the engine flushes by itself, on storage. Raises NotReady or SaveFailed."""
@@ -275,6 +285,14 @@ class Checkpointer:
         """Of this member, from before: a step is whole only with this rank's part, and this rank has saved nothing yet."""
         return max((candidate.version for candidate in self.candidates(member=self.member)), default=None)
 
+    def _is_flush_due(self, step: int) -> bool:
+        self._pace.saw_save(step, time.monotonic())
+        if self._flush_every is None:
+            return False
+        if self._flush_every == "auto":
+            return self._last_marked is None or step >= self._last_marked + self.flush_interval.steps
+        return self._saves % self._flush_every == 0
+
     def _after_seal(self, path: Path, header: SegmentHeader) -> None:
         """Runs on the saving thread."""
         self._newest = Sealed(
@@ -302,6 +320,7 @@ class Checkpointer:
         """Runs on the thread that reads the helper's words."""
         if event.kind == "flush_committed":
             with self._changed:
+                self._pace.saw_flush(event.seconds)
                 self._flushed = max(self._flushed or (0, 0), (event.lineage, event.step))
                 self._changed.notify_all()
         elif event.kind == "flush_failed":
