@@ -197,6 +197,7 @@ class PolicyLoop:
         if version is None or version != Version(word.lineage, word.step - 1):
             log.error("asked to compute a step that does not follow", version=version, step=word.step)
             return self._fresh()
+        self._beat("compute")
         self._drills.at(word.step)
         self._epoch = max(self._epoch, word.epoch)
         self._learning_rate = word.learning_rate

@@ -237,8 +237,8 @@ class RolloutLoop:
         found = self._weights.newer(offer, self._engine.version)
         if found is not None:
             version, weights = found
-            self._engine.load(weights, version)
             self._beat("weights")
+            self._engine.load(weights, version)
         if self._engine.version is not None:
             self._drills.at(self._engine.version.step)
 
