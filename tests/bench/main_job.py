@@ -41,9 +41,10 @@ def main() -> int:
     options = parser.parse_args()
     draw = random.Random(options.seed)
     rows: dict[str, dict[str, list[float]]] = {}
-    with tempfile.TemporaryDirectory(prefix="bench-main-") as folder, job(
-        Path(folder) / "run", EXAMPLE, *settings(1_000_000, options.seed)
-    ) as one:
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-main-") as folder,
+        job(Path(folder) / "run", EXAMPLE, *settings(1_000_000, options.seed)) as one,
+    ):
         one.at_step(10, seconds=180)
         for role, kind in CASES:
             count = options.kills if kind == "SIGKILL" else max(2, options.kills // 3)
@@ -68,7 +69,7 @@ def measure(one: Job, role: str, number: signal.Signals, draw: random.Random, ro
     if role in ("master", "agent"):
         committed = until(lambda: commit_after(one, struck), f"a commit after {name} was hurt", 60)
         row["next_step"].append(committed - struck)
-    incident = until(lambda: fresh(one, name, known), f"an incident of {name} that is over\n{one.story()}", 120)
+    incident = until(lambda: fresh(one, name, known), f"an incident of {name} that is over", 120, tell=one.story)
     row["verdict"].append((incident.decided_at or incident.detected_at) - struck)
     if role not in ("master", "agent") and incident.resumed_at is not None:
         row["next_step"].append(incident.resumed_at - struck)
@@ -83,7 +84,7 @@ def commit_after(one: Job, moment: float) -> float | None:
 def fresh(one: Job, name: str, known: set[str]) -> IncidentStatus | None:
     """The newest incident of the subject that was not known before, once the job went on."""
     for incident in reversed(one.incidents_all()):
-        same = incident.subject == name or f"agent-{incident.subject}" == name
+        same = name in (incident.subject, f"agent-{incident.subject}")
         if incident.incident not in known and same and incident.resumed_at is not None:
             return incident
     return None

@@ -1,6 +1,7 @@
 """A real job for flow tests: the command line started as a user would, watched through its status, hurt by SIGKILL and SIGSTOP."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,10 +11,11 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
+from aimaster.wire.ids import NodeId
 from aimaster.wire.places import MEMORY_ROOT, RunPlaces
 from aimaster.wire.status import IncidentStatus, JobStatus, MemberStatus
 
@@ -21,16 +23,39 @@ T = TypeVar("T")
 
 AIMASTER = (sys.executable, "-m", "aimaster.cli.app")
 
+SMALL = (
+    "examples/tiny.toml",
+    *(
+        "--train.train_batch_per_replica",
+        "32",
+        "--train.train_policy.mini_batch",
+        "32",
+        "--aimaster.warm_start.steps",
+        "10",
+        "--aimaster.heldout_prompts",
+        "16",
+    ),
+    *("--train.ckpt.save_freq", "5", "--aimaster.budgets.member_restarts", "100"),
+)
+"""The embedded default with small steps: eight prompts of eight samples."""
 
-def until(question: Callable[[], T | None], what: str, seconds: float, every: float = 0.05) -> T:
-    """Return the first truthy answer; fail the test, naming `what`, after `seconds`."""
+
+def until(
+    question: Callable[[], T | None],
+    what: str,
+    seconds: float,
+    *,
+    every: float = 0.05,
+    tell: Callable[[], str] = str,
+) -> T:
+    """Return the first truthy answer; fail the test, naming `what` and what `tell` then tells, after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         answer = question()
         if answer:
             return answer
         if time.monotonic() > deadline:
-            raise AssertionError(f"not within {seconds:.0f} s: {what}")
+            raise AssertionError(f"not within {seconds:.0f} s: {what}\n{tell()}")
         time.sleep(every)
 
 
@@ -58,6 +83,21 @@ def processes_of(run: Path) -> dict[int, str]:
         if (needle in command or needle in environment) and alive(int(entry.name)):
             found[int(entry.name)] = command.replace(b"\0", b" ").decode(errors="replace").strip()
     return found
+
+
+def pids_in(file: Path) -> list[int]:
+    """Pids of a member and its shim."""
+    record = msgspec.json.decode(file.read_bytes())
+    return [record[who]["pid"] for who in ("shim", "member") if record.get(who)]
+
+
+def audit(run: Path) -> dict[str, Any]:
+    """What `aimaster audit RUN --json` says."""
+    command = [*AIMASTER, "audit", str(run), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode in (0, 1), done.stderr
+    report: dict[str, Any] = msgspec.json.decode(done.stdout)
+    return report
 
 
 class Job:
@@ -129,7 +169,7 @@ class Job:
             status = self.status()
             return status if status and status.step >= step else None
 
-        return until(there, f"step {step} of {self.run.name}\n{self.story()}", seconds)
+        return until(there, f"step {step} of {self.run.name}", seconds, tell=self.story)
 
     def next_steps(self, count: int = 2, seconds: float = 60) -> JobStatus:
         """Wait for further committed steps from now."""
@@ -145,12 +185,15 @@ class Job:
             if status is None or not status.members:
                 return None
             ready = all(
-                one.state == "running" and (one.role != "policy" or one.in_epoch) and one.process and alive(one.process.pid)
+                one.state == "running"
+                and (one.role != "policy" or one.in_epoch)
+                and one.process
+                and alive(one.process.pid)
                 for one in status.members
             )
             return status if ready else None
 
-        return until(whole, f"all members running and in\n{self.story()}", seconds)
+        return until(whole, "all members running and in", seconds, tell=self.story)
 
     def incidents_all(self) -> list[IncidentStatus]:
         status = self.status()
@@ -167,12 +210,12 @@ class Job:
             found = [one for one in self.incidents(subject) if one.resumed_at is not None and one.healed_at is not None]
             return found[count - 1] if len(found) >= count else None
 
-        return until(over, f"incident {count} of {subject} healed\n{self.story()}", seconds)
+        return until(over, f"incident {count} of {subject} healed", seconds, tell=self.story)
 
     # -- what is done to it -----------------------------------------------------------------------------------------------
 
     def pid(self, member: str) -> int:
-        one = until(lambda: self.running(member), f"{member} running\n{self.story()}", 60)
+        one = until(lambda: self.running(member), f"{member} running", 60, tell=self.story)
         assert one.process is not None
         return one.process.pid
 
@@ -188,6 +231,22 @@ class Job:
 
     def master_pid(self) -> int:
         return int(msgspec.json.decode(self.places.master.read_bytes())["pid"])
+
+    def lose_node(self, node: str) -> None:
+        """The node is gone: its agent stopped, its shims, members and agent killed, both its folders deleted."""
+        agent = self.agent_pid(node)
+        os.kill(agent, signal.SIGSTOP)
+        memory = next(folder for folder in self.memory() if folder.name.endswith(f"-{node}"))
+        folder = self.places.node(NodeId(node))
+        doomed = [pid for file in folder.glob("members/*/pid.json") for pid in pids_in(file)]
+        for pid in [*doomed, agent]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        until(lambda: not any(alive(pid) for pid in [*doomed, agent]), f"all of {node} dead", 20)
+        shutil.rmtree(memory, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
     # -- the end ----------------------------------------------------------------------------------------------------------
 

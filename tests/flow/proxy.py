@@ -2,14 +2,16 @@
 
 import socket
 import threading
+from collections.abc import Callable
 from types import TracebackType
+from typing import Self
 
 
 class Proxy:
-    """Forwards connections on `url` to the target that `resolve` names at each connect."""
+    """Forwards connections on `url` to the address that `target` names at each connect."""
 
     def __init__(self) -> None:
-        self.target: tuple[str, int] | None = None
+        self.target: Callable[[], tuple[str, int]] | None = None
         self._open = threading.Event()
         self._open.set()
         self._closed = threading.Event()
@@ -22,11 +24,13 @@ class Proxy:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def __enter__(self) -> "Proxy":
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._closed.set()
         self._open.set()
         self._listener.close()
@@ -50,18 +54,32 @@ class Proxy:
             threading.Thread(target=self._serve, args=(near,), daemon=True).start()
 
     def _serve(self, near: socket.socket) -> None:
-        while not self._open.wait(0.2):
-            if self._closed.is_set():
-                near.close()
+        with near:
+            if not self._passes():
                 return
+            try:
+                far = socket.create_connection(self._resolve(), timeout=5)
+            except OSError:
+                return
+            with far:
+                back = threading.Thread(target=self._pump, args=(far, near), daemon=True)
+                back.start()
+                self._pump(near, far)
+                back.join()
+
+    def _resolve(self) -> tuple[str, int]:
         try:
             assert self.target is not None
-            far = socket.create_connection(self.target, timeout=5)
-        except (OSError, AssertionError):
-            near.close()
-            return
-        for source, sink in ((near, far), (far, near)):
-            threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
+            return self.target()
+        except (ValueError, KeyError) as error:
+            raise OSError("no address yet") from error
+
+    def _passes(self) -> bool:
+        """Wait until the network is whole; False when the proxy is closed meanwhile."""
+        while not self._open.wait(0.2):
+            if self._closed.is_set():
+                return False
+        return not self._closed.is_set()
 
     def _pump(self, source: socket.socket, sink: socket.socket) -> None:
         source.settimeout(0.2)
@@ -72,9 +90,8 @@ class Proxy:
                 continue
             except OSError:
                 data = b""
-            while data and not self._open.wait(0.2):
-                if self._closed.is_set():
-                    return
+            if not self._passes():
+                return
             try:
                 if not data:
                     sink.shutdown(socket.SHUT_WR)
