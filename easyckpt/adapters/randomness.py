@@ -28,7 +28,7 @@ class RandomState:
         }
         if "numpy" in sys.modules:
             state["numpy"] = _numpy_state()
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             state["cuda"] = list(torch.cuda.get_rng_state_all())
         return state
 
@@ -48,14 +48,14 @@ class RandomState:
 def _numpy_state() -> dict[str, Any]:
     import numpy as np
 
-    name, words, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 - the global one is what is meant
-    values = torch.tensor(words.tolist(), dtype=torch.int64)
+    found: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - the global one is what is meant
+    words = torch.tensor(found["state"]["key"].tolist(), dtype=torch.int64)
     return {
-        "name": str(name),
-        "words": values,
-        "position": int(position),
-        "has_gauss": int(has_gauss),
-        "gauss": float(gauss),
+        "name": str(found["bit_generator"]),
+        "words": words,
+        "position": int(found["state"]["pos"]),
+        "has_gauss": int(found["has_gauss"]),
+        "gauss": float(found["gauss"]),
     }
 
 
