@@ -7,7 +7,7 @@ from typing import Final
 
 from aimaster.brain import members, roots
 from aimaster.brain.draft import Draft
-from aimaster.brain.state import Incident, Member, SubjectKind
+from aimaster.brain.state import LIVE, Incident, Member, SubjectKind
 from aimaster.wire.health import Finding, Verdict
 from aimaster.wire.ids import IncidentId, MemberId
 
@@ -60,11 +60,13 @@ def death(
     root = condemned or _root_of(d, member, occurred_at, echo=echo)
     if root is None:
         incident = open_incident(d, "member", name, verdict, occurred_at, (name,))
-        d.incident(
-            incident.incident, deaths=(death_id,), findings=findings, settle_at=d.now + SETTLE_SECONDS if echo else None
-        )
+        alone = not any(other.state in LIVE for other in d.state.members.values())
+        settle_at = d.now + (0.0 if alone else SETTLE_SECONDS) if echo else None
+        d.incident(incident.incident, deaths=(death_id,), findings=findings, settle_at=settle_at)
         if not echo:
             decide(d, incident.incident)
+        elif alone:
+            settled(d, incident.incident)
         return
     joined = d.incident(
         root.incident,

@@ -466,3 +466,13 @@ def test_findings_of_no_death_are_shown_and_bounded(rl):
     assert picture(rl.state, rl.view, rl.now).findings == ("node.disk_full on node-0: disk 29",) or "disk 29" in str(
         rl.state.findings
     )
+
+
+def test_an_echo_of_a_lone_process_waits_for_nobody():
+    """A wrapped launcher whose log tells of a killed rank is the only process: the verdict names that rank, at once."""
+    lone = World(plan_of({"command-0": ("command", "node-0")}, kind="command", nodes=("node-0",), restart_scope="job"))
+    lone.connect()
+    lone.pass_time(30)
+    lone.die("command-0", signal=None, exit_code=1, findings=(finding("process.killed", role="follower"),))
+    assert lone.living() == {"command-0": 1}
+    assert the_incident(lone).action == "restart_process"
