@@ -29,7 +29,9 @@ class Drills:
 def hang(how: str) -> None:
     """Never return: asleep in C with the interpreter's lock held, blocked on a pipe, or spinning."""
     if how == "gil":
-        ctypes.PyDLL(None).sleep(FOREVER_SECONDS)  # PyDLL keeps the lock: no other thread runs either
+        sleep = ctypes.PyDLL(None).sleep  # PyDLL keeps the lock: no other thread runs either
+        while True:  # the signal that asks for a stack dump ends a sleep
+            sleep(FOREVER_SECONDS)
     elif how == "pipe":
         reading, _writing = os.pipe()
         os.read(reading, 1)
