@@ -164,6 +164,12 @@ class Keeper:
             chosen = flush.newest_to_flush(own, role, flushed)
             if chosen is not None:
                 done.append(self._flush_one(chosen))
+            elif flushed:  # by another node: what is pinned up to there may go
+                done += [
+                    (MemberId(one.header.member), Version(*max(flushed)), None)
+                    for one in own
+                    if one.header.role == role
+                ]
         return done
 
     def _flush_last(self) -> list[_Flushed]:

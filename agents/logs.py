@@ -6,13 +6,15 @@ goes with the report of its end, by the same code that reads finished logs. Exce
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
+import structlog
 
 from agents import stacks
 from agents.member import Member
 from agents.tail import Tail
-from aimaster.catalogue import Catalogue
+from aimaster.catalogue import Catalogue, XidTable
 from aimaster.catalogue.findings import collect
 from aimaster.catalogue.scan import LogScan
 from aimaster.telemetry.scrub import MAX_LINE_CHARACTERS, excerpt, scrub
@@ -26,6 +28,7 @@ NEWS = ("sign", "announcement")
 """Kinds of statement that are reported at once; facts and progress are not."""
 NEWS_WEIGHT = 50
 """Lighter signs support a failure but raise none."""
+logger = structlog.get_logger()
 
 
 class _Log:
@@ -39,13 +42,36 @@ class _Log:
         self.seen = 0
         """Hits of the scan that were looked at."""
         self.told: set[str] = set()
+        self.judged = True
+        """False after a sign failed on it: the log is only followed then."""
 
     def read(self) -> bool:
         """Feed what is new; True when there was something."""
         before = self.tail.bytes_read
         for piece in self.tail.read():
-            self.scan.feed(piece)
+            if self.judged:
+                self._judge(partial(self.scan.feed, piece))
         return self.tail.bytes_read > before
+
+    def findings(self, xids: XidTable, now: float, *, final: bool = False) -> list[Finding]:
+        """What the log says so far."""
+        found: list[Finding] = []
+
+        def collect_all() -> None:
+            if final:
+                self.scan.finish()
+            found.extend(collect([self.scan], xids, now=now))
+
+        if self.judged:
+            self._judge(collect_all)
+        return found
+
+    def _judge(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except Exception:
+            self.judged = False
+            logger.exception("log_not_judged", member=self.member.name)
 
 
 class LogWatch:
@@ -86,9 +112,8 @@ class LogWatch:
             log = _Log(member, self._catalogue, self._node)
         while log.read():
             pass
-        log.scan.finish()
         log.tail.close()
-        findings = self._findings(log, at)
+        findings = self._findings(log, at, final=True)
         if exit_code == 1 and (fence := self._fence_finding(member, at)):
             findings.append(fence)
         return MemberExited(
@@ -104,10 +129,10 @@ class LogWatch:
             log_tail=excerpt(log.tail.last_lines()),
         )
 
-    def _findings(self, log: _Log, now: float) -> list[Finding]:
+    def _findings(self, log: _Log, now: float, *, final: bool = False) -> list[Finding]:
         """What the log says so far, each about this member, with offsets in the whole file."""
         found = []
-        for finding in collect([log.scan], self._catalogue.xids, now=now):
+        for finding in log.findings(self._catalogue.xids, now, final=final):
             if finding.kind not in NEWS:
                 continue
             evidence = tuple(

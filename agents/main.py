@@ -1,6 +1,7 @@
 """`aimaster-agent`: parse, then import the rest. Exit codes: 0 ended as told, 1 another agent serves the node, 2 usage."""
 
 import asyncio
+import errno
 import sys
 from pathlib import Path
 
@@ -51,6 +52,7 @@ def main(run_dir: Path, node: str, host: str, port: int, front_pid: int | None, 
     from agents.node import Node, TakenError
     from agents.trainer import find_front
     from aimaster.telemetry.logs import set_up_logs
+    from aimaster.telemetry.tokens import TokenFileError
 
     set_up_logs(node=node)
     agent = Node(run, name, plan, pace=pace, keeping=keeping, front=find_front(front_pid))
@@ -59,6 +61,14 @@ def main(run_dir: Path, node: str, host: str, port: int, front_pid: int | None, 
     except TakenError as error:
         click.echo(f"aimaster-agent: {error}", err=True)
         sys.exit(1)
+    except TokenFileError as error:
+        raise click.UsageError(str(error)) from error
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise click.UsageError(
+            f"port {port} of {host} is in use: name another with --port, or 0 for a free one"
+        ) from error
 
 
 if __name__ == "__main__":

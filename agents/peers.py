@@ -185,7 +185,11 @@ class Peers:
         lists = await asyncio.gather(*(self._list(node) for node in self.ring()))
         for node, held in zip(self.ring(), lists, strict=True):
             offers += [(1, node, group) for group in whole(held, request)]
-        stored = await asyncio.to_thread(self._keeper.stored, request.role)
+        try:
+            stored = await asyncio.to_thread(self._keeper.stored, request.role)
+        except (EasyckptError, OSError) as error:
+            log.warning("storage_not_read", error=str(error)[:300])
+            stored = []
         offers += [(0, self._node, group) for group in whole(stored, request)]
         for nearness, node, group in sorted(offers, key=lambda offer: (offer[2][0].version, offer[0]), reverse=True):
             if nearness != 1:

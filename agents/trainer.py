@@ -351,8 +351,10 @@ def _never_started(spec: MemberSpec, incarnation: Incarnation, node: NodeId, err
 
 
 def find_front(pid: int | None) -> ProcessId | None:
-    """The front process of the run, by its pid; None where there is none."""
-    return None if pid is None else identify(pid)
+    """The front process of the run, by its pid; None where there is none. One that is gone already has a name that nobody bears."""
+    if pid is None:
+        return None
+    return identify(pid) or ProcessId(boot_id=shim.boot_id(), pid=pid, start_ticks=0)
 
 
 def _size(path: Path) -> int:

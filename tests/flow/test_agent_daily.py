@@ -1,6 +1,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -118,3 +119,24 @@ async def test_the_socket_describes_the_node(run):
         assert seen["node"] == "node-0"
         assert [one["member"] for one in seen["members"]] == ["policy-0"]
         assert (run.memory().stat().st_mode & 0o777) == 0o700
+
+
+async def test_a_port_in_use_is_said_in_one_line(run):
+    """--port of somebody else: exit code 2 and one sentence."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        words = [
+            sys.executable,
+            "-m",
+            "agents.main",
+            "--run-dir",
+            str(run.places.run),
+            "--node",
+            "node-0",
+            "--port",
+            port,
+        ]
+        out = subprocess.run(words, capture_output=True, text=True, check=False, timeout=30)  # noqa: ASYNC221
+    assert out.returncode == 2
+    assert f"port {port} of 127.0.0.1 is in use" in out.stderr
+    assert "Traceback" not in out.stderr

@@ -228,3 +228,16 @@ async def test_a_shim_waits_for_the_next_agent(run):
         run.agent()
         await master.event(MemberStarted, member="policy-0", adopted=True)
         assert alive(started.process.pid)
+
+
+async def test_a_front_that_is_gone_already_is_gone(run):
+    """The front dies before its agent looks: what lives on the node is stopped, and the agent ends."""
+    first = run.agent()
+    async with Master(run) as master:
+        started = await master.start("node-0", member("policy-0", BEATING))
+        kill(first)
+        front = run.front()
+        kill(front)
+        agent = run.agent(front=front.pid)
+        assert await asyncio.to_thread(agent.wait, 20) == 0
+        assert not alive(started.process.pid)

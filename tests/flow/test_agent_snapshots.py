@@ -8,7 +8,7 @@ from aimaster.wire import codec
 from aimaster.wire.actions import StopNode
 from aimaster.wire.checkpoint import FetchReply, FetchRequest, SnapshotPlace, Version
 from aimaster.wire.messages import Found, SnapshotMoved
-from easyckpt import replica, shm, storage
+from easyckpt import flush, replica, shm, storage
 from tests.flow.agent_master import Master, Run, ask_agent, seal_segment, tell_sealed, until
 
 
@@ -52,6 +52,21 @@ async def test_a_marked_segment_goes_to_storage(run):
         assert path.exists()
         shown = await until(lambda: len(master.pulses["node-0"].snapshots) == 2 and master.pulses["node-0"].snapshots)
         assert {place.version.step for place in shown} == {1, 2}
+
+
+async def test_what_another_node_flushed_is_let_go(run):
+    """A marked step that is on storage already is not written again, and its pin ends."""
+    run.agent()
+    async with Master(run) as master:
+        await master.connected("node-0")
+        run.segments("node-1").mkdir(parents=True)
+        flush.flush_segment(
+            shm.read_segment(seal_segment(run.segments("node-1"), 3, name="policy-1")), run.places.storage
+        )
+        await seal(run, 3)
+        await until(lambda: not shm.pinned_names(run.segments()))
+        assert stored(run) == [3]
+        assert master.events(SnapshotMoved) == []
 
 
 async def test_old_checkpoints_go(run):
