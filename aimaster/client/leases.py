@@ -1,7 +1,8 @@
 """How long each phase of a member may stay silent, learnt from how long it did. Pure: no clock, no I/O.
 
-A lease is ten times (`factor`) the longest of the last 64 silences of a phase, never below the floor; None until 8 were seen. The
-very first silence of a phase is not counted: it holds imports, compilation and first allocations, and would stretch the lease.
+A lease is ten times (`factor`) the second longest of the last 64 silences of a phase, never below the floor; None until 8 were seen.
+One outlier is thus forgiven, and the very first silence is not counted: they hold imports, compilation, first allocations or a busy
+machine, and would stretch the lease for long.
 """
 
 from collections import deque
@@ -36,4 +37,4 @@ class Leases:
         known = self._silences.get(phase)
         if known is None or len(known) < ENOUGH:
             return None
-        return max(self.floor_seconds, self.factor * max(known))
+        return max(self.floor_seconds, self.factor * sorted(known)[-2])
