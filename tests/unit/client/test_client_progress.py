@@ -100,7 +100,7 @@ def test_a_new_start_makes_a_new_file(tmp_path):
 
 
 def test_a_lease_is_learnt_from_the_second_longest_silence():
-    """Unlearnt before eight silences; then ten times the longest of the last 64, never below the floor; the first is not counted."""
+    """Unlearnt before eight silences; then ten times the second longest of the last 64, never below the floor; the first is not counted."""
     leases = Leases(floor_seconds=5.0)
     leases.observe("compute", 100.0)
     for number in range(ENOUGH):
