@@ -17,7 +17,7 @@ from tests.flow.proxy import Proxy
 pytestmark = pytest.mark.timeout(240)
 
 MOMENTS = random.Random(20)
-HANGS = "hang:rollout-1@4,hang:policy-1@8"
+HANGS = "hang:policy-1@30,hang:rollout-1@60"
 
 
 @pytest.fixture(scope="module")
