@@ -1,6 +1,7 @@
 import asyncio
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -241,3 +242,36 @@ async def test_a_front_that_is_gone_already_is_gone(run):
         agent = run.agent(front=front.pid)
         assert await asyncio.to_thread(agent.wait, 20) == 0
         assert not alive(started.process.pid)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_no_end_is_lost_whenever_the_agent_dies(run, seed):
+    """The agent is killed again and again around starts and deaths of members: every start that ran has its end reported."""
+    chance = random.Random(seed)
+    agent = run.agent()
+    expected = set()
+    async with Master(run) as master:
+        for incarnation in range(5):
+            spec = member("rollout-0", BEATING, role="rollout")
+            done = asyncio.create_task(master.order("node-0", StartMember(spec=spec, incarnation=incarnation)))
+            await asyncio.sleep(chance.choice((0.0, 0.05, 0.2)))
+            if chance.random() < 0.7:
+                kill(agent)
+                connections = len(master.hellos)
+                agent = run.agent()
+                await until(lambda connections=connections: len(master.hellos) > connections)
+                done.cancel()
+                done = asyncio.create_task(master.order("node-0", StartMember(spec=spec, incarnation=incarnation)))
+            assert (await done).ok
+            pid_file = run.member("rollout-0") / "pid.json"
+            record = json.loads(await until(lambda file=pid_file: file.exists() and file.read_text()))
+            assert record["incarnation"] == incarnation
+            os.kill(record["member"]["pid"], signal.SIGKILL)
+            expected.add(incarnation)
+            await asyncio.sleep(chance.choice((0.0, 0.01, 0.05)))
+            if chance.random() < 0.7:
+                kill(agent)
+                agent = run.agent()
+            await master.ended("rollout-0", incarnation)
+        ends = master.events(MemberExited)
+        assert {(end.incarnation, end.signal) for end in ends} == {(one, 9) for one in expected}
