@@ -35,7 +35,7 @@ from rl_runtime.records import Admitted, Leased, Payload, Record, VersionRun
 Result = Literal["admitted", "duplicate", "stale", "unknown"]
 
 ADOPTION_SECONDS = 3.0
-"""So long after a start, workers may still show the leases they hold from an earlier controller."""
+"""So long after a start, or until all have asked, workers may still show the leases they hold from an earlier controller."""
 
 
 class RowSource(Protocol):
@@ -69,6 +69,8 @@ class Rollouts:
         self._inherited = set(account.open)
         """Prompts that an earlier controller leased."""
         self._adopt_until = now + ADOPTION_SECONDS
+        self._awaited = {one.member for group in account.groups.values() for one in group.values()}
+        """Workers of late, that have not shown yet what they hold."""
         for prompt_id in account.open:
             self.leases.want(prompt_id, (i for i in range(settings.n_generation) if not account.holds(prompt_id, i)))
 
@@ -77,6 +79,7 @@ class Rollouts:
     def lease(self, request: LeaseRequest, offer: Offer | None, now: float) -> LeaseReply:
         """Renew what the worker holds and give it what it has room for."""
         dropped = self.leases.renew(request.holding, request.member, request.incarnation, now)
+        self._awaited.discard(request.member)
         leases: list[PromptLease] = []
         reason = ""
         if request.capacity > 0:
@@ -143,7 +146,8 @@ class Rollouts:
 
     def _grant(self, request: LeaseRequest, now: float) -> tuple[list[PromptLease], str]:
         self.leases.forget_old_prefixes(self.trained_at - 1 - self.settings.allowed_outdated_steps)
-        keys = [key for key in self.leases.free() if now >= self._adopt_until or key[0] not in self._inherited]
+        adopted = not self._awaited or now >= self._adopt_until
+        keys = [key for key in self.leases.free() if adopted or key[0] not in self._inherited]
         keys = keys[: request.capacity]
         reason = ""
         while len(keys) < request.capacity:

@@ -233,6 +233,17 @@ def test_a_restarted_controller_adopts_what_workers_hold():
     assert (1, 1) in keys
 
 
+def test_inherited_samples_wait_no_longer_than_for_the_workers_of_late():
+    """Once all of them have shown what they hold, what nobody shows goes out again at once."""
+    bench = Bench()
+    mine, others = bench.lease(capacity=2).leases, bench.lease(W1, capacity=2).leases
+    assert bench.complete(mine[0]) == bench.complete(others[0], worker=W1) == "admitted"
+    bench.boot()
+    assert all(lease.prompt_id > 1 for lease in bench.lease(W0, holding=mine[1:], capacity=2).leases)
+    again = bench.lease(W1, capacity=1).leases
+    assert [(lease.prompt_id, lease.index) for lease in again] == [(others[1].prompt_id, others[1].index)]
+
+
 def test_a_sample_never_leased_is_unknown():
     """A worker of another run, or of a ledger that is gone, is told so."""
     bench = Bench()
