@@ -78,6 +78,9 @@ class Rollouts:
 
     def lease(self, request: LeaseRequest, offer: Offer | None, now: float) -> LeaseReply:
         """Renew what the worker holds and give it what it has room for."""
+        if request.incarnation > 0:
+            # Nobody may have told of its earlier death: that of a whole node takes along the agent who would.
+            self.leases.died(request.member, Incarnation(request.incarnation - 1))
         dropped = self.leases.renew(request.holding, request.member, request.incarnation, now)
         self._awaited.discard(request.member)
         leases: list[PromptLease] = []

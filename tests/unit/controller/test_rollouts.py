@@ -278,3 +278,13 @@ def test_lease_ids_carry_their_key():
     bench = Bench()
     (lease,) = bench.lease().leases
     assert key_of(lease.lease_id) == (lease.prompt_id, lease.index)
+
+
+def test_a_worker_that_starts_again_frees_what_it_held_before():
+    """When a node is lost nobody tells of its worker's death; the worker's next start is news enough."""
+    bench = Bench()
+    held = bench.lease(capacity=2).leases
+    assert len(held) == 2
+    again = bench.lease(incarnation=1, capacity=2).leases
+    assert [(lease.prompt_id, lease.index) for lease in again] == [(lease.prompt_id, lease.index) for lease in held]
+    assert bench.lease(holding=held, capacity=0).dropped == tuple(lease.lease_id for lease in held)
