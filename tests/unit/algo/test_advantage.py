@@ -10,7 +10,9 @@ from rl_runtime.algo.staleness import is_stale, may_lease
 
 def test_grpo_advantages_by_hand():
     """GRPO divides the distance from the group's mean by its deviation."""
-    assert group_advantages([1.0, 0.0, 0.0, 1.0]) == pytest.approx([0.5 / (0.5 + GUARD), *[-0.5 / (0.5 + GUARD)] * 2, 0.5 / (0.5 + GUARD)])
+    assert group_advantages([1.0, 0.0, 0.0, 1.0]) == pytest.approx(
+        [0.5 / (0.5 + GUARD), *[-0.5 / (0.5 + GUARD)] * 2, 0.5 / (0.5 + GUARD)]
+    )
 
 
 def test_unbiased_advantages_are_not_divided():

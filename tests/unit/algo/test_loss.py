@@ -85,7 +85,9 @@ def test_loss_types(loss_type, longest, expected):
     assert float(aggregate(objective, mask, norm=NORM, settings=settings)) == pytest.approx(expected)
 
 
-@given(st.integers(0, 10_000), st.sampled_from(["grpo", "gspo"]), st.sampled_from(["token-mean", "seq-mean-token-mean"]))
+@given(
+    st.integers(0, 10_000), st.sampled_from(["grpo", "gspo"]), st.sampled_from(["token-mean", "seq-mean-token-mean"])
+)
 def test_gradients_agree_with_finite_differences(seed, variant, loss_type):
     """The gradient is that of the printed formula, wherever it is smooth."""
     dice = torch.Generator().manual_seed(seed)
@@ -102,11 +104,15 @@ def test_gradients_agree_with_finite_differences(seed, variant, loss_type):
     at = logprobs.clone().requires_grad_()
     loss(at).backward()
     step = 1e-6
-    direction = torch.ones_like(logprobs) if variant == "gspo" else torch.randn(3, 4, generator=dice, dtype=torch.float64)
+    direction = (
+        torch.ones_like(logprobs) if variant == "gspo" else torch.randn(3, 4, generator=dice, dtype=torch.float64)
+    )
     if variant == "gspo":
         direction = direction * mask
     measured = (loss(logprobs + step * direction) - loss(logprobs - step * direction)) / (2 * step)
-    kinks = torch.exp(sequence_log_ratio((logprobs - behaviour) * mask, mask) if variant == "gspo" else (logprobs - behaviour) * mask)
+    kinks = torch.exp(
+        sequence_log_ratio((logprobs - behaviour) * mask, mask) if variant == "gspo" else (logprobs - behaviour) * mask
+    )
     if min(float((kinks - edge).abs().min()) for edge in (0.8, 1.2, 3.0)) < 1e-4:
         return  # on a corner
     assert float((at.grad * direction).sum()) == pytest.approx(float(measured), abs=1e-6)
@@ -120,7 +126,9 @@ def test_parts_of_a_batch_add_up():
     settings = LossSettings(loss_type="seq-mean-token-mean")
 
     def loss(rows):
-        return policy_loss(logprobs[rows], behaviour[rows], advantages[rows], mask[rows], norm=NORM, settings=settings).loss
+        return policy_loss(
+            logprobs[rows], behaviour[rows], advantages[rows], mask[rows], norm=NORM, settings=settings
+        ).loss
 
     assert float(loss([0, 5]) + loss([1, 2, 3]) + loss([4])) == pytest.approx(float(loss(slice(None))), rel=1e-5)
 

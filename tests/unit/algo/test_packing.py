@@ -30,7 +30,10 @@ def test_targets_are_aligned_with_what_the_model_predicts():
     assert batch.behaviour.tolist() == [[0, 0, -1, -2], [-1, 0, 0, 0]]
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.sampled_from([0.0, -1.0, 0.5])), max_size=12), st.integers(1, 5))
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.sampled_from([0.0, -1.0, 0.5])), max_size=12),
+    st.integers(1, 5),
+)
 def test_every_token_with_a_gradient_is_in_exactly_one_micro_batch(shapes, rows):
     """Nothing is lost or doubled; samples without advantage or tokens are left out; no micro-batch is larger than asked."""
     samples = [sample(prompt, tokens, advantage) for prompt, tokens, advantage in shapes]

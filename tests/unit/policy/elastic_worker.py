@@ -32,14 +32,23 @@ def main():
             continue
         told[:] = [1] if order["timeout"] == 10.0 else []
         word = Reduce(
-            step=1, epoch=order["epoch"], rank=order["rank"], world=order["world"], address=order["address"], timeout_seconds=order["timeout"]
+            step=1,
+            epoch=order["epoch"],
+            rank=order["rank"],
+            world=order["world"],
+            address=order["address"],
+            timeout_seconds=order["timeout"],
         )
         try:
             total = group.reduce(bucket, word, still_wanted=lambda order=order: order["wanted"])
         except ReductionAborted as aborted:
             say(aborted=str(aborted))
             continue
-        say(sum=float(total[0]), digest=digest(total), copy=total.data_ptr() != bucket.data_ptr() and float(bucket[0]) == float(int(sys.argv[1]) + 1))
+        say(
+            sum=float(total[0]),
+            digest=digest(total),
+            copy=total.data_ptr() != bucket.data_ptr() and float(bucket[0]) == float(int(sys.argv[1]) + 1),
+        )
     group.close()
 
 

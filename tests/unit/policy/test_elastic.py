@@ -21,7 +21,12 @@ class Team:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
         self.members = [
             subprocess.Popen(
-                [sys.executable, str(WORKER), str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=environment
+                [sys.executable, str(WORKER), str(rank)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                bufsize=1,
+                env=environment,
             )
             for rank in range(size)
         ]
@@ -43,7 +48,16 @@ class Team:
 
     def reduce(self, ranks, *, epoch, address, timeout=10.0, wanted=True):
         for place, rank in enumerate(ranks):
-            self.tell(rank, do="reduce", rank=place, world=len(ranks), epoch=epoch, address=address, timeout=timeout, wanted=wanted)
+            self.tell(
+                rank,
+                do="reduce",
+                rank=place,
+                world=len(ranks),
+                epoch=epoch,
+                address=address,
+                timeout=timeout,
+                wanted=wanted,
+            )
 
     def close(self):
         for member in self.members:

@@ -90,7 +90,9 @@ def run(tmp_path, monkeypatch):
 
 
 def point_at(run, server):
-    (run / "controller.json").write_text(json.dumps({"url": f"http://127.0.0.1:{server.server_address[1]}", "pid": 1, "incarnation": 0}))
+    (run / "controller.json").write_text(
+        json.dumps({"url": f"http://127.0.0.1:{server.server_address[1]}", "pid": 1, "incarnation": 0})
+    )
 
 
 def says(word, hold=0.0):
@@ -123,7 +125,9 @@ def test_a_question_is_asked_with_the_members_secret_over_one_connection(run, se
     connection = link._connection
     assert link.turn(TURN) == STOP
     assert link._connection is connection
-    assert [(path, decode(body, Turn), who) for path, body, who in server.requests] == [("/v1/turn", TURN, f"Bearer {SECRET}")] * 2
+    assert [(path, decode(body, Turn), who) for path, body, who in server.requests] == [
+        ("/v1/turn", TURN, f"Bearer {SECRET}")
+    ] * 2
 
 
 def test_a_cut_connection_and_a_server_error_are_asked_again(run, serve, link_to):

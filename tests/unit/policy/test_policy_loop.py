@@ -97,16 +97,23 @@ def member(tmp_path):
         for one in checkpointers:
             one.close()
         checkpointer = Checkpointer(
-            tmp_path / "storage", member=name, role="policy", folder=tmp_path / "segments", flush_every=None, on_sealed=lambda path, header: None
+            tmp_path / "storage",
+            member=name,
+            role="policy",
+            folder=tmp_path / "segments",
+            flush_every=None,
+            on_sealed=lambda _path, _header: None,
         )
         checkpointers.append(checkpointer)
         state = MemberState(
-            SETTINGS, checkpointer, NoAgent(), rows=ROWS, heldout=ROWS, steps=3, device="cpu", beat=lambda phase: None
+            SETTINGS, checkpointer, NoAgent(), rows=ROWS, heldout=ROWS, steps=3, device="cpu", beat=lambda _phase: None
         )
         script = Script(*words, Stop(reason="finished"))
         identity = Identity(member=MemberId(name), incarnation=Incarnation(0), node="node-0")
         group = ElasticGroup(host="127.0.0.1", beat=lambda: None)
-        loop = PolicyLoop(identity, script, state, group, Drills((), member=name, incarnation=0), beat=lambda phase: None)
+        loop = PolicyLoop(
+            identity, script, state, group, Drills((), member=name, incarnation=0), beat=lambda _phase: None
+        )
         assert loop.run() == "finished"
         checkpointer.wait(10)
         script.state, script.loop, script.checkpointer = state, loop, checkpointer
@@ -136,7 +143,14 @@ def share(number):
 
 def compute(step=1, *numbers, epoch=1, digest="d", lineage=0):
     return Compute(
-        step=step, lineage=lineage, epoch=epoch, batch_digest=digest, shares=tuple(map(share, numbers)), loss_tokens=16, sequences=8, learning_rate=1e-2
+        step=step,
+        lineage=lineage,
+        epoch=epoch,
+        batch_digest=digest,
+        shares=tuple(map(share, numbers)),
+        loss_tokens=16,
+        sequences=8,
+        learning_rate=1e-2,
     )
 
 
@@ -163,11 +177,37 @@ def equal(one, other):
 def test_a_life_from_begin_to_stop(member):
     """Fresh, begin, two steps, a hold, the last step: each stage is told, each committed state is sealed with its chain."""
     script = member(
-        Wait(reason="others"), Begin(lineage=0), *one_step(1, 0, 1), *one_step(2, 0), Hold(version=V(0, 2)), Wait(reason="join"), *one_step(3, 1)
+        Wait(reason="others"),
+        Begin(lineage=0),
+        *one_step(1, 0, 1),
+        *one_step(2, 0),
+        Hold(version=V(0, 2)),
+        Wait(reason="join"),
+        *one_step(3, 1),
     )
     kinds = [type(stage) for stage in script.stages]
-    assert kinds == [Fresh, Fresh, Ready, Computed, Reduced, Ready, Computed, Reduced, Ready, Held, Held, Computed, Reduced, Ready]
-    assert [turn.version for turn in script.turns if isinstance(turn.stage, Ready)] == [V(0, 0), V(0, 1), V(0, 2), V(0, 3)]
+    assert kinds == [
+        Fresh,
+        Fresh,
+        Ready,
+        Computed,
+        Reduced,
+        Ready,
+        Computed,
+        Reduced,
+        Ready,
+        Held,
+        Held,
+        Computed,
+        Reduced,
+        Ready,
+    ]
+    assert [turn.version for turn in script.turns if isinstance(turn.stage, Ready)] == [
+        V(0, 0),
+        V(0, 1),
+        V(0, 2),
+        V(0, 3),
+    ]
     assert script.stages[3].shares == (0, 1)
     assert script.turns[-1].chain == "c3"
     newest = script.checkpointer.newest
@@ -269,7 +309,9 @@ def test_a_restarted_member_restores_what_was_sealed(member):
 def test_a_restore_behind_the_head_goes_on_in_a_new_lineage(member):
     """The state of step 1 becomes (1, 1), and is sealed as such, so that rollouts can be offered it."""
     member(Begin(lineage=0), *one_step(1, 0), *one_step(2, 1))
-    second = member(Restore(version=V(0, 1), lineage=1), Wait(reason="x"), Hold(version=V(1, 1)), compute(2, 0, lineage=1))
+    second = member(
+        Restore(version=V(0, 1), lineage=1), Wait(reason="x"), Hold(version=V(1, 1)), compute(2, 0, lineage=1)
+    )
     assert second.turns[1].version == V(1, 1)
     assert second.turns[-2].sealed == V(1, 1)
     assert isinstance(second.stages[-1], Computed)
@@ -324,7 +366,9 @@ def test_leave_drops_everything(member):
 def test_rollouts_find_the_weights_under_their_checkpoint_names(member, tmp_path):
     """A snapshot holds the model under `model/` as a checkpoint names it."""
     script = member(Begin(lineage=0), *one_step(1, 0))
-    (newest,) = [path for path in (tmp_path / "segments").glob("policy-0.*.safetensors") if read_weights(path)[0].step == 1]
+    (newest,) = [
+        path for path in (tmp_path / "segments").glob("policy-0.*.safetensors") if read_weights(path)[0].step == 1
+    ]
     _, weights = read_weights(newest, prefix="model/")
     assert equal(weights_of(script), weights)
     assert "model.layers.0.self_attn.q_proj.weight" in weights

@@ -47,7 +47,9 @@ def shares(count=4, rows=4):
                 advantage=dice.choice([-1.0, 0.0, 1.5]),
             )
         )
-    return [Share(number=number, samples=tuple(samples[number * rows : (number + 1) * rows])) for number in range(count)]
+    return [
+        Share(number=number, samples=tuple(samples[number * rows : (number + 1) * rows])) for number in range(count)
+    ]
 
 
 def gradient(of, *numbers, parts=None):

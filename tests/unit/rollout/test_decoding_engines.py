@@ -40,11 +40,15 @@ def folder_bundle(folder):
     for parameter in model.parameters():
         parameter.data.mul_(8.0)
     model.save_pretrained(folder)
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {character: 3 + place for place, character in enumerate("0123456789=abcdefghijklmnopqrstuvwxyz")}
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {
+        character: 3 + place for place, character in enumerate("0123456789=abcdefghijklmnopqrstuvwxyz")
+    }
     raw = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
     raw.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     raw.decoder = tokenizers.decoders.Fuse()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>", bos_token="<s>", pad_token="<pad>").save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token="</s>", bos_token="<s>", pad_token="<pad>"
+    ).save_pretrained(folder)
     return load_model(ModelChoice(shape=None, folder=str(folder), max_length=48))
 
 
@@ -123,7 +127,15 @@ def test_a_prefix_is_continued_as_if_uninterrupted(bundle):
         cut = dice.randrange(0, len(one.tokens) + 1)
         piece = one.piece()
         prefix = Piece(tokens=piece.tokens[:cut], logprobs=piece.logprobs[:cut], versions=piece.versions[:cut])
-        resumed.append(Request(key=one.request.key, prompt_tokens=one.request.prompt_tokens, prefix=prefix, seed=one.request.seed, most_tokens=one.request.most_tokens))
+        resumed.append(
+            Request(
+                key=one.request.key,
+                prompt_tokens=one.request.prompt_tokens,
+                prefix=prefix,
+                seed=one.request.seed,
+                most_tokens=one.request.most_tokens,
+            )
+        )
     for key, again in generate(engine_for(bundle), resumed).items():
         assert again.tokens == whole[key].tokens
         assert again.logprobs == pytest.approx(whole[key].logprobs, abs=2e-4)
@@ -166,7 +178,9 @@ def test_dropped_completions_leave_no_trace(bundle):
     while engine.in_work():
         done |= {one.request.key: one for one in engine.step()}
     done.pop("1", None)  # it may have ended with its first token
-    assert {key: one.tokens for key, one in done.items()} == {key: one.tokens for key, one in expected.items() if key in done}
+    assert {key: one.tokens for key, one in done.items()} == {
+        key: one.tokens for key, one in expected.items() if key in done
+    }
     assert set("2345") <= set(done)
     assert "0" not in done
 

@@ -15,7 +15,9 @@ def test_numbers_depend_on_seed_and_place_alone():
 
 def test_numbers_are_uniform():
     """Mean and spread over many seeds and places are those of the uniform distribution."""
-    numbers = uniforms([seed for seed in range(200) for _ in range(50)], [place for _ in range(200) for place in range(50)])
+    numbers = uniforms(
+        [seed for seed in range(200) for _ in range(50)], [place for _ in range(200) for place in range(50)]
+    )
     assert abs(float(numbers.mean()) - 0.5) < 0.01
     assert abs(float(numbers.var()) - 1 / 12) < 0.002
 
