@@ -29,6 +29,8 @@ SUPPORT: Final = 20
 EVIDENCE_LINES: Final = 14
 OUTLIVED_SECONDS: Final = 60.0
 """In a job that ends badly, a few more steps after a statement forgive nothing: the end may be its doing."""
+DECISIVE_OUTLIVED_SECONDS: Final = 600.0
+"""The same for decisive hardware lines: a collective may hang for many minutes before anybody complains."""
 STICKY: Final = frozenset({"gpu.slowdown", "gpu.row_remap_failure", "gpu.lost", "gpu.silent_corruption"})
 """They do not go away because training goes on."""
 
@@ -79,22 +81,16 @@ class _Case:
         return kept
 
     def _survived(self, finding: Finding) -> bool:
+        """What progress followed is no failure. In a job that ends badly a few more steps forgive nothing."""
         if finding.category in STICKY and (finding.category != "gpu.slowdown" or finding.count >= 3):
-            return False
-        if finding.severity == "critical" and finding.weight >= 85 and not self._well_after(finding):
             return False
         if not self.picture.recovered(finding):
             return False
-        outlived = self.picture.outlived_seconds(finding)
-        return not self.ends_badly or outlived is None or outlived >= OUTLIVED_SECONDS
-
-    def _well_after(self, finding: Finding) -> bool:
-        """Decisive hardware lines are forgiven only by a good while of progress, or by a job that ended well."""
-        last = self.picture.last_progress_seconds()
-        if self.picture.finished:
+        if not self.ends_badly or self.picture.finished:
             return True
-        at = finding.last_seconds or finding.time_seconds
-        return at is None or last is None or last > at + 600
+        outlived = self.picture.outlived_seconds(finding)
+        decisive = finding.severity == "critical" and finding.weight >= 85
+        return outlived is None or outlived >= (DECISIVE_OUTLIVED_SECONDS if decisive else OUTLIVED_SECONDS)
 
     # ------------------------------------------------------------------------------------------------- the steps
 

@@ -336,6 +336,7 @@ _EXPLAINED_BY: Final[dict[str, tuple[str, ...]]] = {
     "ray.memory_monitor": ("node.oom_cgroup",),
     "node.oom_host": ("node.oom_cgroup",),
     "node.disk_full": ("node.shm_full",),
+    "node.disk_fault": ("node.shared_fs",),
     "net.rdma_error": ("net.port_down", "net.nic_fault", "node.lost", "node.kernel_fault", "gpu.lost"),
     "net.unreachable": ("node.lost", "node.kernel_fault", "net.port_down", "net.nic_fault"),
     "process.killed": ("node.", "ray.", "gpu.", "app.", "sched."),
@@ -373,6 +374,8 @@ def explains(cause: Finding, symptom: Finding) -> bool:
         )  # "is dead" of a replica, not of a host
     if prefixes is None or not cause.category.startswith(prefixes):
         return False
+    if symptom.category == "node.disk_fault" and symptom.weight >= 75:
+        return False  # the kernel named the disk itself
     if cause.subject.node not in (symptom.subject.node, symptom.node):
         return False
     if cause.weight < 50 and symptom.weight >= 60:

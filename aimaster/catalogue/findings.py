@@ -27,6 +27,9 @@ _LAUNCHER = re.compile(
 )
 _PCI = re.compile(r"^(?:0000)?([0-9a-fA-F]{4}):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})")
 
+_OWN_ACCUSATIONS: Final = frozenset({"kubernetes", "ray"})
+"""Sources whose accusations lie among the accused node's own logs when they name nobody (kubectl describe)."""
+
 EXIT_MEANINGS: Final[dict[int, tuple[str, Role, int]]] = {
     -11: ("app.segfault", "self", 45),
     139: ("app.segfault", "self", 45),
@@ -102,7 +105,7 @@ class _OneLog:
         category, role = sign.category, sign.role
         severity, weight = sign.severity, sign.weight
         fault_of, action = sign.fault_of, sign.action
-        if sign.id == "nvidia.xid":
+        if sign.id in ("nvidia.xid", "nvidia.xid-reported"):
             category, role, severity, weight, fault_of, action = self._xid(groups, weight)
         elif sign.id == "nvidia.sxid" and not sxid_is_fatal(int(groups["sxid"]), groups.get("word", "")):
             role, weight, severity = "follower", 5, "warning"
@@ -149,6 +152,8 @@ class _OneLog:
             named: str | None = self.names.resolve(node)
         elif "node_id" in groups:
             named = self.names.ray_node(groups["node_id"]) or (None if hit.sign.role == "accusation" else said_by)
+        elif hit.sign.role == "accusation" and hit.sign.source not in _OWN_ACCUSATIONS:
+            named = None  # the accused is a rank, or unknown; never the accuser
         elif context.node and not hit.speaker.host:
             named = self.names.resolve(context.node)
         else:

@@ -42,6 +42,9 @@ HEAD_SAMPLE: Final = 16 * 1024
 CAP: Final = {"echo": 512, "root": 8192, "fact": 65536}
 
 
+_HARMLESS = re.compile(rb"(?:^|\n)[^\n]*(?:Exception ignored in|--- Logging error ---)[^\n]*\n(?:[^\n]*<[^\n]*\n)?$")
+
+
 class Hit(msgspec.Struct, kw_only=True):
     """One statement found in a log, before names and times are settled."""
 
@@ -224,6 +227,8 @@ class LogScan:
         sign = compiled.sign
         number = self._line_number(chunk, start)
         offset = self.bytes_read + start
+        if sign.opens == "traceback" and _HARMLESS.search(self._window(chunk, start, 400)):
+            return  # printed by the interpreter for its information, nothing failed
         if sign.opens in OPENERS:
             self._open_block(chunk, stop, OPENERS[sign.opens](offset, number, line))
             if sign.kind == "fact":
