@@ -27,8 +27,19 @@ _NAMED = 8
 class Plan:
     """What filling a state will do, before anything is changed."""
 
-    def __init__(self, shards: Sequence[OpenShard], *, strict: bool, only: Collection[str] | None = None) -> None:
-        """`shards`: the one of this rank, or all of them. `only`: paths, or beginnings of paths, that are to be filled."""
+    def __init__(
+        self,
+        shards: Sequence[OpenShard],
+        *,
+        strict: bool,
+        only: Collection[str] | None = None,
+        whole: bool = False,
+    ) -> None:
+        """`shards`: the one of this rank, or all of them. `only`: paths, or beginnings of paths, that are to be filled.
+
+        `whole`: new tensors are made whole even where the snapshot has them in shards.
+        """
+        self._whole = whole
         self._held: dict[str, list[tuple[OpenShard, TensorEntry]]] = {}
         for shard in shards:
             for entry in shard.header.tensors:
@@ -159,16 +170,27 @@ class Plan:
 
     def _new(self, name: str) -> torch.Tensor:
         """A tensor that only the snapshot has. Aliases are one object again."""
-        shard, entry = self._held[name][0]
+        held = self._held[name]
+        entry = held[0][1]
         root = entry.alias_of or name
-        if root not in self._made:
-            if entry.global_shape is not None:
-                self._problem(
-                    f"{name!r} is sharded and has no place in the state: pass the optimizer or model itself, not its state_dict()"
-                )
-            self._made[root] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-            self.fills.append(Whole(shard=shard, entry=entry, target=self._made[root]))
-        return self._made[root]
+        if root in self._made:
+            return self._made[root]
+        if entry.global_shape is not None and not self._whole:
+            self._problem(
+                f"{name!r} is sharded and has no place in the state: pass the optimizer or model itself, not its state_dict()"
+            )
+        shape = entry.global_shape if entry.global_shape is not None and self._whole else entry.shape
+        made = self._made[root] = torch.empty(shape, dtype=getattr(torch, entry.dtype))
+        box = Box(offsets=(0,) * len(shape), shape=shape)
+        pieces = reshard.cover(box, [box_of(one) for _, one in held]) if shape != entry.shape else None
+        if pieces is not None:
+            chosen = tuple((*held[piece.source], piece.box) for piece in pieces)
+            self.fills.append(Parts(pieces=chosen, target=made, box=box))
+        elif shape == entry.shape:
+            self.fills.append(Whole(shard=held[0][0], entry=entry, target=made))
+        else:
+            self._problem(f"{name!r}: the shards at hand do not make up {list(shape)}")
+        return made
 
     def _is_wanted(self, path: tree.Path) -> bool:
         """Whether `only` names this path, something above it or something below it."""
@@ -193,6 +215,15 @@ def fill(shards: Sequence[OpenShard], state: Any, *, strict: bool = True, only: 
     reader.read_all(plan.fills)
     plan.finish()
     return result
+
+
+def build(shards: Sequence[OpenShard], *, only: Collection[str] | None = None) -> Any:
+    """The whole snapshot as a new state of dicts, lists and CPU tensors, sharded ones made whole."""
+    plan = Plan(shards, strict=True, only=only, whole=True)
+    state = plan.of({}, tree.merge([shard.header.extra for shard in shards]))
+    reader.read_all(plan.fills)
+    plan.finish()
+    return state
 
 
 def _items(document: Any) -> dict[Any, Any] | None:

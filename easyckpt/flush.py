@@ -161,20 +161,25 @@ def tidy(
 def verify_stored(storage: str | os.PathLike[str] | Storage, record: Manifest) -> None:
     """Reads every byte of a checkpoint against its digests. Raises Corrupt, StorageError or OSError."""
     target = open_storage(storage)
-    folder = manifest.folder_name(record)
     for shard in record.shards:
-        where = f"{folder}/{shard.file}"
-        reader = target.open_shard(folder, shard.file)
-        try:
-            check = StreamCheck(shard_header(reader, shard, where), where=where)
-            block = memoryview(bytearray(shm.VERIFY_PIECE_BYTES))
-            for at in range(shard.prefix_bytes, shard.nbytes, len(block)):
-                piece = block[: min(len(block), shard.nbytes - at)]
-                reader.read_into(piece, at)
-                check.feed(piece)
-            check.finish()
-        finally:
-            reader.close()
+        verify_shard(target, record, shard)
+
+
+def verify_shard(storage: Storage, record: Manifest, shard: Shard) -> None:
+    """One file of a checkpoint. Raises Corrupt, StorageError or OSError."""
+    folder = manifest.folder_name(record)
+    where = f"{folder}/{shard.file}"
+    reader = storage.open_shard(folder, shard.file)
+    try:
+        check = StreamCheck(shard_header(reader, shard, where), where=where)
+        block = memoryview(bytearray(shm.VERIFY_PIECE_BYTES))
+        for at in range(shard.prefix_bytes, shard.nbytes, len(block)):
+            piece = block[: min(len(block), shard.nbytes - at)]
+            reader.read_into(piece, at)
+            check.feed(piece)
+        check.finish()
+    finally:
+        reader.close()
 
 
 def _check_whole(segments: Sequence[Segment]) -> None:

@@ -39,6 +39,10 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     shard: Shard | None = None
     """On storage."""
 
+    @property
+    def nbytes(self) -> int:
+        return self.segment.nbytes if self.segment is not None else self.shard.nbytes if self.shard is not None else 0
+
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """One member's whole snapshot of one version."""
@@ -53,10 +57,16 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """The farthest tier that a shard has to come from."""
     member: str
     """Whose snapshot it is."""
+    role: str
+    """Of the member."""
     state_digest: str
     """Of rank 0's tensors: equal on members that hold the same state."""
     ranks: int = 1
     """Ranks of the member."""
+    created_at: float = 0.0
+    """Seconds since 1970 at the save."""
+    nbytes: int = 0
+    """Of all ranks' files."""
     sources: tuple[Source, ...] = ()
     """All shards, nearest tier first within a rank."""
 
@@ -92,7 +102,7 @@ def find(
     folder: Path | None,
     storage: Storage | None,
     *,
-    role: str,
+    role: str | None,
     member: str | None = None,
     own: str = "",
     rank: int | None = None,
@@ -102,17 +112,17 @@ def find(
 
     With `rank`, one of `ranks` that agree among themselves, a candidate that has this rank's shard will do as well.
     """
-    held: dict[tuple[Version, str], list[tuple[SegmentHeader | Manifest, Source]]] = {}
-    rewinds: set[Rewind] = set()
+    held: dict[tuple[Version, str, str], list[tuple[SegmentHeader | Manifest, Source]]] = {}
+    rewinds: dict[str, set[Rewind]] = {}
     for header, source in _every(folder, storage, role):
-        rewinds.update(header.rewinds)
+        rewinds.setdefault(header.role, set()).update(header.rewinds)
         if member is None or header.member == member:
-            held.setdefault((header.version, header.member), []).append((header, source))
+            held.setdefault((header.version, header.role, header.member), []).append((header, source))
     found = []
-    for (version, _), shards in held.items():
+    for (version, held_role, _), shards in held.items():
         candidate = _candidate(shards)
         is_mine = candidate.ranks == ranks and rank is not None and bool(candidate.of_rank(rank))
-        if not is_dead(version, rewinds) and (candidate.is_whole or is_mine):
+        if not is_dead(version, rewinds[held_role]) and (candidate.is_whole or is_mine):
             found.append(candidate)
     found.sort(key=lambda one: (one.member != own, TIERS.index(one.tier), one.member))
     found.sort(key=lambda one: one.version, reverse=True)
@@ -135,10 +145,10 @@ def open_source(source: Source, storage: Storage | None) -> Iterator[OpenShard]:
 
 
 def _every(
-    folder: Path | None, storage: Storage | None, role: str
+    folder: Path | None, storage: Storage | None, role: str | None
 ) -> Iterator[tuple[SegmentHeader | Manifest, Source]]:
     for segment in shm.scan(folder) if folder is not None else []:
-        if segment.header.role == role:
+        if role is None or segment.header.role == role:
             yield segment.header, Source(tier=segment.tier, rank=segment.header.rank, segment=segment)
     for record in list_manifests(storage, role) if storage is not None else []:
         for shard in record.shards:
@@ -158,8 +168,11 @@ def _candidate(shards: list[tuple[SegmentHeader | Manifest, Source]]) -> Candida
         chain=first.chain,
         tier=max(nearest.values(), key=TIERS.index),
         member=first.member,
+        role=first.role,
         state_digest=_state_digest(first, sources[0]),
         ranks=first.ranks,
+        created_at=first.created_at,
+        nbytes=sum(source.nbytes for source in {source.rank: source for source in sources}.values()),
         sources=sources,
     )
 
