@@ -88,7 +88,7 @@ def test_hangs_are_true_hangs(root, how, others_run):
         while b"hanging\n" not in told:
             told += process.stdout.read(1)
         if others_run:
-            assert process.stdout.read(6) == b"alive\n"
+            assert process.stdout.read(1)  # another line of the counting thread
         else:
             if select.select([process.stdout], [], [], 0.2)[0]:
                 process.stdout.read(6)  # one was on its way

@@ -72,10 +72,10 @@ def engine_for(bundle, slots=8):
     return engine
 
 
-def request(bundle, number, dice, prefix=Piece()):
+def request(bundle, number, dice):
     text = "".join(dice.choice("0123456789") for _ in range(dice.randrange(2, 12))) + "="
     return Request(
-        key=str(number), prompt_tokens=tuple(bundle[1].tokenizer.encode(text)), prefix=prefix, seed=dice.getrandbits(62),
+        key=str(number), prompt_tokens=tuple(bundle[1].tokenizer.encode(text)), seed=dice.getrandbits(62),
         most_tokens=dice.randrange(1, 20),
     )  # fmt: skip
 
