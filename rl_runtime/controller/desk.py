@@ -21,6 +21,7 @@ from aimaster.wire.rollout import (
 )
 from aimaster.wire.topology import Epoch, EpochProposal
 from aimaster.wire.training import Turn, Wait, Word
+from rl_runtime.controller.errors import LedgerBrokenError
 from rl_runtime.controller.figures import Figures
 from rl_runtime.controller.group import Group
 from rl_runtime.controller.ledger import Ledger
@@ -30,6 +31,8 @@ from rl_runtime.records import Record
 
 PATIENCE_SECONDS: Final = 1.0
 """A question is held so long at most."""
+IDLE_PATIENCE_SECONDS: Final = 0.25
+"""As for turns, for a worker that has nothing in hand."""
 TICK_SECONDS: Final = 0.05
 FRESH_SECONDS: Final = 30.0
 """What went wrong in the group is told for so long; the disk's trouble as long as it lasts."""
@@ -49,12 +52,12 @@ class Desk:
         rows: RowSource,
         *,
         boot: str,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self.settings = settings
         self.ledger = ledger
-        self.clock = clock
-        now = clock()
+        self.clock = clock or steady_clock()
+        now = self.clock()
         self.group = Group(settings, ledger.account, self._write, now)
         self.rollouts = Rollouts(settings, ledger.account, self._write, rows, boot=boot, now=now)
         self.figures = Figures(now)
@@ -62,10 +65,12 @@ class Desk:
         """When this controller saw the newest commit."""
         self.seen: dict[MemberId, float] = {}
         self.incarnations: dict[MemberId, Incarnation] = {}
+        self.broken: LedgerBrokenError | None = None
+        """A defect that a request met: the process is to end with it."""
         self.news = asyncio.Event()
         """Set at every commit, epoch and end; whoever reports it clears it."""
         self._changed = asyncio.Event()
-        self._changes = 0
+        self._changes = (0, 0)
 
     # -- policy members ------------------------------------------------------------------------------------------------
 
@@ -111,15 +116,20 @@ class Desk:
     # -- rollout workers -----------------------------------------------------------------------------------------------
 
     async def lease(self, request: LeaseRequest) -> LeaseReply:
-        """Answer a worker that has room."""
+        """Answer a worker that has room; one that has nothing to do is held a moment while there is nothing for it."""
         self._saw(request.member, request.incarnation)
         self.figures.note_member(request.member, request.figures)
         self._refuse_when_in_trouble()
-        reply = self.rollouts.lease(request, self.group.offer(), self.clock())
-        if self.group.stopping:
-            reply = LeaseReply(dropped=reply.dropped, offer=reply.offer, stop=True)
-        await self._durable()
-        return reply
+        deadline = time.monotonic() + IDLE_PATIENCE_SECONDS
+        while True:
+            reply = self.rollouts.lease(request, self.group.offer(), self.clock())
+            if self.group.stopping:
+                reply = LeaseReply(dropped=reply.dropped, offer=reply.offer, stop=True)
+            left = deadline - time.monotonic()
+            if request.holding or left <= 0.0 or _says_something(request, reply):
+                await self._durable()
+                return reply
+            await self._change(left)
 
     async def stream(self, request: StreamRequest) -> StreamReply:
         """Keep what a worker has generated so far."""
@@ -185,9 +195,10 @@ class Desk:
 
     def _spread(self) -> None:
         """Wake those who wait, when something changed."""
-        if self.group.changes == self._changes:
+        changes = (self.group.changes, self.rollouts.leases.releases)
+        if changes == self._changes:
             return
-        self._changes = self.group.changes
+        self._changes = changes
         if self.ledger.account.open_deal is not None and (batch := self.group.batch) is not None:
             self.figures.note_batch(batch)
         changed, self._changed = self._changed, asyncio.Event()
@@ -218,3 +229,14 @@ class Desk:
 
     def _full(self) -> Wait:
         return Wait(reason=f"{'disk full' if self.ledger.full else 'disk trouble'}: {self._why_not()}")
+
+
+def steady_clock() -> Callable[[], float]:
+    """Return a clock of Unix seconds that no adjustment of the system's time makes jump."""
+    offset = time.time() - time.monotonic()
+    return lambda: offset + time.monotonic()
+
+
+def _says_something(request: LeaseRequest, reply: LeaseReply) -> bool:
+    newer = reply.offer is not None and reply.offer.version != request.version
+    return bool(reply.leases or reply.dropped or reply.stop or newer or not request.capacity)

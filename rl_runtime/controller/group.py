@@ -80,24 +80,21 @@ class Group:
 
     def hear(self, turn: Turn, now: float) -> None:
         """Note a member's turn."""
-        newer = (
-            turn.member in self.account.epoch.members
-            and self.account.epoch.incarnations[turn.member] < turn.incarnation
-        )
+        epoch = self.account.epoch
         before = self.roll.seen.get(turn.member)
-        if not self.roll.hear(turn, self.account.epoch.number, now):
+        if not self.roll.hear(turn, epoch.number, now):
             return
-        if before is None or before.turn.stage != turn.stage or before.turn.sealed != turn.sealed:
+        if before is None or before.epoch != epoch.number or before.turn.stage != turn.stage:
             self.changes += 1  # somebody may be waiting for just this
-        if newer:
+        if epoch.incarnations.get(turn.member, turn.incarnation) < turn.incarnation:
             # Whoever started it anew knows of the death: there is no proposal to wait for.
             self._lapses.note_death(turn.member, now)
         if isinstance(turn.stage, Fresh):
             self._expelled.discard((turn.member, turn.incarnation))
-        if isinstance(turn.stage, Hosting) and turn.stage.epoch == self.account.epoch.number and self._is_first(turn):
-            self.address = turn.stage.address
         if self.is_in(turn.member, turn.incarnation):
-            self._lapses.note_turn(turn, self.account.epoch.number, now)
+            self._lapses.note_turn(turn, epoch.number, now)
+            if isinstance(turn.stage, Hosting) and turn.stage.epoch == epoch.number and turn.member == epoch.members[0]:
+                self.address = turn.stage.address
         self._note_rehearsal(turn, now)
         self._compare_seals(turn, now)
         self.advance(now)
@@ -411,10 +408,6 @@ class Group:
             leave = all_but_one(minority(digests), digests)
             self.roll.forget_seals(leave)
             self._leave_out(leave, text, now)
-
-    def _is_first(self, turn: Turn) -> bool:
-        members = self.account.epoch.members
-        return bool(members) and members[0] == turn.member and self.is_in(turn.member, turn.incarnation)
 
     def _find(self, category: str, text: str, now: float) -> None:
         known = [found for found in self.findings if (found.category, found.text) == (category, text)]

@@ -1,18 +1,13 @@
 """The controller as a process: replay the ledger, listen, say where, and serve until told to stop.
 
-    POST /v1/turn  /v1/rollout/{lease,stream,complete}  /v1/deaths  /v1/epoch      msgpack in, msgpack out
-    GET  /v1/status (JSON)  /metrics  /healthz  /readyz
-
-503 means: not now, send it again. 4xx means: sending it again will not help.
+Exit code 0 after SIGTERM; 1 with a last line that says why, when the run folder, the configuration or the ledger cannot be used.
 """
 
 import asyncio
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
 
 import structlog
 from aiohttp import web
@@ -21,104 +16,26 @@ from aimaster.client import Progress, start_member
 from aimaster.journal import JournalDamagedError, JournalHeldError
 from aimaster.settings import from_json
 from aimaster.telemetry.logs import set_up_logs
-from aimaster.telemetry.tokens import Role, Tokens, read_tokens
-from aimaster.telemetry.web import Turning, add_health, explain_errors, guard, problem, reply_json, reply_packed
-from aimaster.wire.codec import decode, encode_json
+from aimaster.telemetry.tokens import Tokens, read_tokens
+from aimaster.telemetry.web import Turning
+from aimaster.wire.codec import encode_json
 from aimaster.wire.ids import Incarnation
-from aimaster.wire.messages import DeathNotice
 from aimaster.wire.places import ENV_INCARNATION, ENV_NODE, ENV_RUN_DIR, RunPlaces
-from aimaster.wire.rollout import CompleteRequest, LeaseRequest, StreamRequest
-from aimaster.wire.topology import EpochProposal
-from aimaster.wire.training import Turn
-from rl_runtime.controller.desk import TICK_SECONDS, Desk, NotNowError
-from rl_runtime.controller.errors import ControllerError, LedgerBrokenError, MessageError
+from rl_runtime.controller.desk import TICK_SECONDS, Desk
+from rl_runtime.controller.endpoints import make_app
+from rl_runtime.controller.errors import ControllerError, LedgerBrokenError
 from rl_runtime.controller.flushes import watch_flushes
 from rl_runtime.controller.ledger import Ledger
-from rl_runtime.controller.metrics import make_registry
 from rl_runtime.controller.prompts import rows_digest
-from rl_runtime.controller.pulse import make_pulse, report_for_ever
+from rl_runtime.controller.pulse import report_for_ever
 from rl_runtime.controller.settings import ControllerSettings, controller_settings
 from rl_runtime.data import DataError, Rows, load_rows
 from rl_runtime.records import Began
 
-LARGEST_BODY_BYTES = 256 << 20
 HOLDER_SECONDS = 10.0
 """A killed controller's lock is free at once; one that is being stopped gets so long."""
 
-T = TypeVar("T")
 log = structlog.get_logger("controller")
-
-
-def make_app(
-    desk: Desk, tokens: Tokens, *, url: Callable[[], str], incarnation: Incarnation, turning: Turning
-) -> web.Application:
-    """Return the HTTP application around a desk."""
-    app = web.Application(
-        middlewares=[explain_errors, guard(tokens, _needed_role), _explain_refusals], client_max_size=LARGEST_BODY_BYTES
-    )
-
-    def answers(
-        kind: type[T], answer: Callable[[T], Awaitable[object]]
-    ) -> Callable[[web.Request], Awaitable[web.Response]]:
-        async def handle(request: web.Request) -> web.Response:
-            return reply_packed(await answer(decode(await request.read(), kind)))
-
-        return handle
-
-    async def deaths(request: web.Request) -> web.Response:
-        settled = await desk.death(decode(await request.read(), DeathNotice))
-        return (
-            reply_json({"settled": True})
-            if settled
-            else problem(503, "the epoch without it is not open yet", "send the notice again")
-        )
-
-    async def epoch(request: web.Request) -> web.Response:
-        taken, current = await desk.propose(decode(await request.read(), EpochProposal))
-        if taken:
-            return reply_packed(current)
-        return problem(
-            409,
-            f"epoch {current.number} is current",
-            "look at the current epoch and propose again if it is still needed",
-        )
-
-    async def status(_: web.Request) -> web.Response:
-        pulse = make_pulse(desk, url=url(), incarnation=incarnation)
-        return reply_json({"pulse": pulse, "epoch": desk.ledger.account.epoch, "findings": list(desk.group.findings)})
-
-    app.router.add_post("/v1/turn", answers(Turn, desk.turn))
-    app.router.add_post("/v1/rollout/lease", answers(LeaseRequest, desk.lease))
-    app.router.add_post("/v1/rollout/stream", answers(StreamRequest, desk.stream))
-    app.router.add_post("/v1/rollout/complete", answers(CompleteRequest, desk.complete))
-    app.router.add_post("/v1/deaths", deaths)
-    app.router.add_post("/v1/epoch", epoch)
-    app.router.add_get("/v1/status", status)
-    add_health(app, live={"loop": turning.check}, ready={"ledger": lambda: _ready(desk)}, registry=make_registry(desk))
-    return app
-
-
-def _needed_role(request: web.Request) -> Role:
-    return "read" if request.method == "GET" else "member"
-
-
-def _ready(desk: Desk) -> str | None:
-    return str(desk.ledger.trouble) if desk.ledger.trouble is not None else None
-
-
-@web.middleware
-async def _explain_refusals(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except NotNowError as error:
-        return problem(503, f"not kept: {error}", "send it again")
-    except MessageError as error:
-        return problem(400, str(error), "the sender is at fault; sending it again will not help")
-
-
-# -- the process --------------------------------------------------------------------------------------------------------
 
 
 def main(run_dir: Path) -> int:
@@ -210,6 +127,8 @@ async def _run(
 async def _tick_for_ever(desk: Desk, progress: Progress, turning: Turning) -> None:
     while True:
         desk.tick()
+        if desk.broken is not None:
+            raise desk.broken
         turning.turn()
         head = desk.ledger.account.head
         progress.beat("idle", step=head.step, lineage=head.lineage)

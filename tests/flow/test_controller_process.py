@@ -277,11 +277,11 @@ def test_a_controller_killed_again_and_again_loses_nothing(tmp_path, seed):
     acknowledged completion is in the ledger, and the audit finds nothing lost and nothing double.
     """
     dice = random.Random(seed)
-    with started(tmp_path / "run", steps=60) as controller:
+    with started(tmp_path / "run", steps=40) as controller:
         world = World(controller)
 
         def disturb():
-            time.sleep(dice.uniform(0.05, 0.4))
+            time.sleep(dice.uniform(0.05, 0.3))
             if controller.starts < 6:
                 controller.kill()
                 controller.start()
@@ -290,12 +290,12 @@ def test_a_controller_killed_again_and_again_loses_nothing(tmp_path, seed):
         assert controller.starts == 6
         report = audit(controller.run)
         assert report.ok, report
-        assert (report.finished, report.steps, report.trained) == (True, 60, 60 * 8)
+        assert (report.finished, report.steps, report.trained) == (True, 40, 40 * 8)
         recorded = {(r.prompt_id, r.index) for r in read_ledger(controller.run / "ledger") if isinstance(r, Admitted)}
         assert world.acknowledged <= recorded
         states = [member.state for member in world.members.values()]
         assert states[0] == states[1]
-        assert len(states[0]) == 60
+        assert len(states[0]) == 40
 
 
 def test_a_stopped_controller_that_wakes_up_goes_on(controller):

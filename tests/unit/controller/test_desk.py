@@ -169,3 +169,20 @@ async def test_a_stop_lets_workers_and_members_go(tmp_path):
         request = LeaseRequest(member=W0, incarnation=Incarnation(0), node="n", version=head, capacity=3)
         assert (await desk.lease(request)).stop
         assert not desk.ledger.account.finished
+
+
+async def test_an_idle_worker_is_held_a_moment_and_served_at_once(tmp_path):
+    """With nothing to give its question waits; what frees room answers it."""
+    async with a_desk(tmp_path, allowed_outdated_steps=0) as desk:
+        await brought_up(desk)
+        head = desk.ledger.account.head
+        mine = await lease(desk, 4)
+        other = LeaseRequest(
+            member=MemberId("rollout-1"), incarnation=Incarnation(0), node="n", version=head, capacity=1
+        )
+        asking = asyncio.create_task(desk.lease(other))
+        await asyncio.sleep(0.05)
+        assert not asking.done()
+        desk.rollouts.died(W0, Incarnation(0))
+        reply = await asking
+        assert [one.prompt_id for one in reply.leases] == [mine[0].prompt_id]
