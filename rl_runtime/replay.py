@@ -128,11 +128,8 @@ class Replay:
             flush_every=None,
             on_sealed=lambda path, header: None,  # noqa: ARG005 - nothing is saved here
         )
-        self._stored = {
-            Version(one.lineage, one.step): one
-            for one in self._checkpointer.candidates()
-            if self.history.is_on_path(Version(one.lineage, one.step), one.chain)
-        }
+        found = ((Version(one.lineage, one.step), one.chain) for one in self._checkpointer.candidates())
+        self._stored = {version for version, chain in found if self.history.is_on_path(version, chain)}
 
     def close(self) -> None:
         self._checkpointer.close()
@@ -213,8 +210,9 @@ class Replay:
                 problems.append(f"{path} cannot be read: {error}")
                 continue
             notes[member] = note
-            kept = flat if kept is None else kept
-            if digest(flat) != step.committed.gradient_digest:
+            is_voted = digest(flat) == step.committed.gradient_digest
+            kept = flat if kept is None or is_voted else kept
+            if not is_voted:
                 problems.append(f"the gradient that {member} kept is not the one that was voted for")
             if note.epoch != step.committed.epoch:
                 problems.append(
@@ -222,6 +220,9 @@ class Replay:
                 )
         if kept is None:
             raise ReplayError(f"step {step.version.step}: {'; '.join(problems)}")
+        shares = sorted(share for note in notes.values() for share in note.shares)
+        if step.epochs and set(notes) == set(step.epochs[-1].members) and shares != list(range(len(step.dealt.shares))):
+            problems.append(f"the members' sums held the shares {shares} of {len(step.dealt.shares)}")
         return notes, kept, problems
 
     def _compare(self, version: Version) -> Worst | None:
