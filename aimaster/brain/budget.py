@@ -20,6 +20,10 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         """One restart more; those outside the window are forgotten."""
         return Budget(spent_at=(*(at for at in self.spent_at if at > now - window_seconds), now))
 
+    def room_at(self, *, window_seconds: float) -> float | None:
+        """When the oldest restart leaves the window; None when none was spent, so that waiting gives no room."""
+        return min(self.spent_at) + window_seconds if self.spent_at else None
+
 
 def has_budget(*, used: int, allowed: int) -> bool:
     """Whether one more restart is within the budget."""

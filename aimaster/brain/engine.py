@@ -77,7 +77,7 @@ def _believe(d: Draft, event: Event) -> None:
         case SuspicionWithdrawn():
             reports.withdrawn(d, event.member, event.incarnation)
         case IncidentMoved():
-            incidents.moved(d, event.incident, event.resumed_at, event.healed_at)
+            incidents.moved(d, event)
         case IncidentSettled():
             incidents.settled(d, event.incident)
         case MemberVanished():

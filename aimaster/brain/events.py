@@ -84,6 +84,8 @@ class IncidentMoved(msgspec.Struct, frozen=True, kw_only=True, tag="incident_mov
     incident: IncidentId
     resumed_at: float | None = None
     healed_at: float | None = None
+    lost: str = ""
+    """What it cost beyond time, where that is known."""
 
 
 class IncidentSettled(msgspec.Struct, frozen=True, kw_only=True, tag="incident_settled"):

@@ -7,6 +7,7 @@ from typing import Final
 
 from aimaster.brain import members, roots
 from aimaster.brain.draft import Draft
+from aimaster.brain.events import IncidentMoved
 from aimaster.brain.state import LIVE, Incident, Member, SubjectKind
 from aimaster.wire.health import Finding, Verdict
 from aimaster.wire.ids import IncidentId, MemberId
@@ -95,7 +96,8 @@ def decide(d: Draft, name: IncidentId) -> None:
     """Choose and begin the remedy for every death of the incident that has none yet."""
     incident = d.incident(name, settle_at=None, decided_at=d.state.incidents[name].decided_at or d.now)
     action = members.cure(d, incident)
-    if action and not incident.action:
+    root_only = len(incident.deaths) == 1
+    if action and (root_only or not incident.action):
         d.incident(name, action=action)
 
 
@@ -107,10 +109,16 @@ def settled(d: Draft, name: IncidentId) -> None:
         decide(d, name)
 
 
-def moved(d: Draft, name: IncidentId, resumed_at: float | None, healed_at: float | None) -> None:
-    incident = d.state.incidents.get(name)
+def moved(d: Draft, event: IncidentMoved) -> None:
+    """Note that the job went on or the member is back; the first word on each counts."""
+    incident = d.state.incidents.get(event.incident)
     if incident is not None:
-        d.incident(name, resumed_at=incident.resumed_at or resumed_at, healed_at=incident.healed_at or healed_at)
+        d.incident(
+            event.incident,
+            resumed_at=incident.resumed_at or event.resumed_at,
+            healed_at=incident.healed_at or event.healed_at,
+            lost=event.lost or incident.lost,
+        )
 
 
 def _root_of(d: Draft, member: Member, occurred_at: float, *, echo: bool) -> Incident | None:

@@ -42,7 +42,7 @@ def cure(d: Draft, incident: Incident) -> Action | None:
         if member.role == "policy":
             gone.append(name)
         if d.state.ending is None and d.state.regroup is None:
-            action = _choose(d, incident, member)
+            action = choose(d, incident, member)
             alone = action == "restart_job" and len(d.state.members) == 1
             taken = taken or ("restart_process" if alone else action)
             _act(d, incident, member, action)
@@ -51,7 +51,8 @@ def cure(d: Draft, incident: Incident) -> Action | None:
     return taken
 
 
-def _choose(d: Draft, incident: Incident, member: Member) -> Action:
+def choose(d: Draft, incident: Incident, member: Member) -> Action:
+    """The rung of the ladder for this death, or for the death that is about to be brought about."""
     plan, first = d.state.plan, incident.verdict.action
     purse = d.state.group_budget if d.state.together else member.budget
     used = purse.used(now=d.now, window_seconds=plan.restart_window_seconds)
@@ -82,7 +83,11 @@ def _act(d: Draft, incident: Incident, member: Member, action: Action) -> None:
         d.node(member.node, blamed=True)
     used = member.budget.used(now=d.now, window_seconds=window)
     if not incident.drill and not budget.has_budget(used=used, allowed=d.state.plan.max_restarts):
-        return  # the job goes on without it
+        room_at = member.budget.room_at(window_seconds=window)
+        if room_at is not None:  # until then the job goes on without it
+            purse = member.budget.spend(now=room_at, window_seconds=window)
+            d.member(member.member, budget=purse, start_at=room_at)
+        return
     pause = (
         budget.LONGEST_PAUSE_SECONDS
         if action == "reform_without"
@@ -128,7 +133,9 @@ def stop_for_regroup(d: Draft, member: Member) -> None:
     """While the ranks regroup, one that lives is to stop."""
     if d.state.regroup is not None and member.state in LIVE:
         d.drop_orders_about(member.member)
-        stop = orders.StopMember(member=member.member, incarnation=member.incarnation, grace_seconds=GROUP_GRACE_SECONDS)
+        stop = orders.StopMember(
+            member=member.member, incarnation=member.incarnation, grace_seconds=GROUP_GRACE_SECONDS
+        )
         d.order(member.node, stop, f"incident {d.state.regroup.incident}")
 
 

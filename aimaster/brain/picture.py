@@ -121,6 +121,7 @@ def _incident(incident: Incident) -> IncidentStatus:
         decided_at=incident.decided_at,
         resumed_at=incident.resumed_at,
         healed_at=incident.healed_at,
+        lost=incident.lost,
         drill=incident.drill,
     )
 

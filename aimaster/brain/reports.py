@@ -258,7 +258,7 @@ def condemn(d: Draft, member: Member, event: HangSuspected, why: str) -> None:
     verdict = verdicts.hang(member, event, why)
     occurred_at = event.at - event.progress.age_seconds
     incident = incidents.open_incident(d, "member", member.member, verdict, occurred_at, (member.member,))
-    d.incident(incident.incident, decided_at=d.now)
+    d.incident(incident.incident, decided_at=d.now, action=members.choose(d, incident, member))
     d.member(member.member, condemned_in=incident.incident)
     kill = orders.KillMember(member=member.member, incarnation=member.incarnation, reason=verdict.summary)
     d.order(member.node, kill, f"incident {incident.incident}")

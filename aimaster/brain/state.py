@@ -83,6 +83,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     decided_at: float | None = None
     resumed_at: float | None = None
     healed_at: float | None = None
+    lost: str = "nothing"
     drill: bool = False
     settle_at: float | None = None
     """Until then other deaths may turn out to be its root."""
@@ -165,6 +166,15 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     """Members that should be running and are not in the pulses."""
 
 
+class Rewind(msgspec.Struct, frozen=True, kw_only=True):
+    """The controller went back behind a committed step."""
+
+    at: float
+    """When it was seen, on the master's clock."""
+    from_step: int
+    to_step: int
+
+
 class View(msgspec.Struct, frozen=True, kw_only=True):
     """What was seen last; empty after a restart."""
 
@@ -176,3 +186,5 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     """When its last pulse came in, on the master's clock."""
     heard: dict[MemberId, float] = {}
     """When the controller last heard each member, on the master's clock."""
+    rewind: Rewind | None = None
+    """The newest."""

@@ -29,7 +29,7 @@ from aimaster.brain.events import (
     Tick,
 )
 from aimaster.brain.remedy import is_node_lost
-from aimaster.brain.state import LIVE, Incident, Member, Node, NodeView, State, View
+from aimaster.brain.state import LIVE, Incident, Member, Node, NodeView, Rewind, State, View
 from aimaster.wire.ids import MemberId
 from aimaster.wire.messages import ControllerPulse, MemberPicture, Pulse
 
@@ -95,7 +95,10 @@ def _node_view(state: State, view: View, seen: AgentPulsed, now: float) -> NodeV
 def _hear(view: View, pulse: ControllerPulse, now: float) -> View:
     """The controller's times are taken as ages, so that clocks of two hosts need not agree."""
     heard = {name: now - max(0.0, pulse.at - at) for name, at in pulse.seen.items()}
-    return replace(view, controller=pulse, controller_at=now, heard=view.heard | heard)
+    old, rewind = view.controller, view.rewind
+    if old is not None and pulse.lineage > old.lineage:
+        rewind = Rewind(at=now, from_step=old.step, to_step=min(pulse.step, old.step))
+    return replace(view, controller=pulse, controller_at=now, heard=view.heard | heard, rewind=rewind)
 
 
 def picture_of(view: View, member: Member) -> MemberPicture | None:
@@ -215,9 +218,19 @@ def _of_incident(state: State, view: View, incident: Incident) -> Iterator[Event
         incident=incident.incident,
         resumed_at=resumed_at if incident.resumed_at is None else None,
         healed_at=healed_at if incident.healed_at is None else None,
+        lost=_lost(view, incident) if resumed_at is not None else "",
     )
     if news.resumed_at is not None or news.healed_at is not None:
         yield news
+
+
+def _lost(view: View, incident: Incident) -> str:
+    """Steps that were committed and had to be computed again from their batches."""
+    rewind = view.rewind
+    if rewind is None or rewind.at < incident.occurred_at or rewind.from_step == rewind.to_step:
+        return ""
+    count = rewind.from_step - rewind.to_step
+    return f"the compute of {count} step{'s' if count > 1 else ''}"
 
 
 def _waits_for_commit(state: State, incident: Incident, who: list[Member]) -> bool:

@@ -2,7 +2,10 @@ import time
 
 import pytest
 
+from aimaster.brain.diagnose import diagnose
 from aimaster.catalogue import load
+from aimaster.catalogue.findings import collect
+from aimaster.catalogue.scan import LogScan
 from aimaster.cli.diagnose import examine
 from tests.fakes.failure_cases import judge, lay_out, load_cases, mutate
 
@@ -58,3 +61,25 @@ def test_a_decoy_never_asks_for_an_action(tmp_path, catalogue):
     decoys = [case for case in HANDED + OWN if case["expected"]["category"] == "benign"]
     for case in decoys + [mutate(case, 7) for case in decoys]:
         assert verdict_of(case, tmp_path, catalogue).action == "ignore", case["id"]
+
+
+def test_live_and_finished_logs_give_the_same_verdict(catalogue):
+    """The lines of all logs arriving one by one, interleaved as time would have it, end in the verdict of the finished folder."""
+    for case in HANDED + OWN:
+        whole = [scan_of(catalogue, log, 1 << 20) for log in case["logs"]]
+        dripped = [scan_of(catalogue, log, 1) for log in case["logs"]]
+        one, two = (diagnose(collect(scans, catalogue.xids, now=NOW), NOW) for scans in (whole, dripped))
+        assert (one.category, one.culprit, one.action, one.evidence) == (
+            two.category,
+            two.culprit,
+            two.action,
+            two.evidence,
+        )
+
+
+def scan_of(catalogue, log, lines_at_once):
+    scan = LogScan(catalogue, node=log["node"], file=f"{log['node']}/{log['file']}")
+    for at in range(0, len(log["lines"]), lines_at_once):
+        scan.feed("".join(line + "\n" for line in log["lines"][at : at + lines_at_once]).encode())
+    scan.finish()
+    return scan

@@ -4,122 +4,24 @@ import asyncio
 import contextlib
 import json
 import os
-import secrets
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterator
 from pathlib import Path
 
-import aiohttp
 import pytest
+from aiohttp import web
 
 from aimaster.journal import Journal, read_frames
 from aimaster.master.mind import replay
 from aimaster.wire import codec
 from aimaster.wire.actions import SetPeers, StopNode
 from aimaster.wire.messages import ControllerPulse
-from aimaster.wire.status import JobStatus
-from aimaster.wire.topology import JobPlan, MemberSpec
+from aimaster.wire.topology import EpochProposal, JobPlan
 from tests.fakes.agent import FakeAgent
-
-WAIT_SECONDS = 20.0
-SECRET = secrets.token_hex(16)
-
-
-async def until(question: Callable[[], object | Awaitable[object]], what: str) -> None:
-    """Ask until the answer is true, within the deadline."""
-    deadline = time.monotonic() + WAIT_SECONDS
-    while time.monotonic() < deadline:
-        answer = question()
-        if isinstance(answer, Awaitable):
-            answer = await answer
-        if answer:
-            return
-        await asyncio.sleep(0.02)
-    pytest.fail(f"not within {WAIT_SECONDS:.0f} s: {what}")
-
-
-class Run:
-    """A run folder, its master process and its agents."""
-
-    def __init__(self, folder: Path, plan: JobPlan) -> None:
-        self.folder, self.plan = folder, plan
-        folder.mkdir(exist_ok=True)
-        (folder / "plan.json").write_bytes(codec.encode_json(plan))
-        token = folder / "token"
-        token.write_text("".join(f"{role}={SECRET}{role}\n" for role in ("read", "operate", "member")))
-        token.chmod(0o600)
-        self.process: subprocess.Popen[bytes] | None = None
-        self.agents = {node: FakeAgent(folder, plan.run_id, node, token=f"{SECRET}member") for node in plan.nodes}
-        self._session: aiohttp.ClientSession | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-
-    async def start_master(self, *more: str) -> None:
-        (self.folder / "master.json").unlink(missing_ok=True)
-        argv = [sys.executable, "-m", "aimaster.master.serve", "--run-dir", str(self.folder), *more]
-        with (self.folder / "master.log").open("ab") as log:
-            self.process = subprocess.Popen(argv, stderr=log)
-        await until(
-            lambda: (self.folder / "master.json").exists() or self.process.poll() is not None,
-            "the master announces itself",
-        )
-
-    def start_agents(self) -> None:
-        for agent in self.agents.values():
-            self._tasks.append(asyncio.create_task(agent.run(), name=f"agent {agent.node}"))
-
-    async def ask(self, method: str, path: str, *, role: str = "operate", **how) -> aiohttp.ClientResponse:
-        self._session = self._session or aiohttp.ClientSession()
-        url = json.loads((self.folder / "master.json").read_bytes())["url"]
-        headers = {"Authorization": f"Bearer {SECRET}{role}"} if role else {}
-        reply = await self._session.request(
-            method, url + path, headers=headers, timeout=aiohttp.ClientTimeout(total=5), **how
-        )
-        await reply.read()
-        return reply
-
-    async def status(self) -> JobStatus:
-        return codec.decode_json(await (await self.ask("GET", "/v1/status")).read(), JobStatus)
-
-    async def in_state(self, *states: str) -> bool:
-        return (await self.status()).state in states
-
-    async def running(self) -> None:
-        await until(lambda: self.in_state("running"), "the job runs")
-
-    def kill_master(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-
-    async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-        if self._session is not None:
-            await self._session.close()
-        if self.process is not None and self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-
-
-def plan_of(
-    members: dict[str, tuple[str, str]], *, kind: str = "rl", nodes: tuple[str, ...] = ("node-0", "node-1"), **more
-) -> JobPlan:
-    """A plan from member -> (role, node)."""
-    specs = {name: MemberSpec(member=name, role=role, argv=("true",)) for name, (role, _) in members.items()}
-    placement = {name: node for name, (_, node) in members.items()}
-    return JobPlan(run_id="0badcafe", name="job", kind=kind, nodes=nodes, members=specs, placement=placement, **more)
-
-
-RL = {
-    "controller-0": ("controller", "node-0"),
-    "policy-0": ("policy", "node-0"),
-    "policy-1": ("policy", "node-1"),
-    "rollout-0": ("rollout", "node-1"),
-}
+from tests.fakes.master import RL, SECRET, WAIT_SECONDS, Run, plan_of, until
 
 
 @pytest.fixture
@@ -280,17 +182,21 @@ async def test_a_stop_is_journaled_and_ends_the_nodes(make_run):
     assert not [incident for incident in (await run.status()).incidents if incident.healed_at is None]
 
 
-async def test_the_end_of_the_front_ends_the_job(make_run):
+@pytest.fixture
+def front() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that stands for the front and does nothing."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+async def test_the_end_of_the_front_ends_the_job(make_run, front):
     """When the front process is gone, nodes are stopped, their memory is kept, and the master ends by itself."""
-    front = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        run = make_run(plan_of(RL, front_pid=front.pid))
-        await run.start_master("--front-pid", str(front.pid))
-        run.start_agents()
-        await run.running()
-    finally:
-        front.kill()
-        front.communicate()
+    run = make_run(plan_of(RL, front_pid=front.pid))
+    await run.start_master("--front-pid", str(front.pid))
+    run.start_agents()
+    await run.running()
+    front.kill()
     await until(lambda: run.process.poll() is not None, "the master ends")
     assert run.process.returncode == 0
     orders = [
@@ -352,44 +258,114 @@ async def test_a_run_folder_without_a_plan_and_a_port_in_use(make_run, tmp_path)
     assert (taken.returncode, f"127.0.0.1:{port}" in taken.stderr) == (2, True)
 
 
-async def test_a_full_run_disk_is_a_finding_and_nothing_is_acknowledged(make_run, tmp_path):
-    """While the journal cannot grow, a report is not acknowledged and the status says why; with space again it is, and the member restarts."""
-    run = make_run(plan_of(RL))
-    disk = run.folder / "journal"
-    disk.mkdir()
-    mounted = await asyncio.to_thread(
-        subprocess.run, ["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(disk)], capture_output=True, check=False
+@pytest.fixture
+def small_journal_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB where the first run's journal will be."""
+    disk = tmp_path / "run-0" / "journal"
+    disk.mkdir(parents=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "none", disk], capture_output=True, check=False
     )
     if mounted.returncode:
         pytest.skip("this machine does not let the test mount a small file system")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+async def test_a_full_run_disk_is_a_finding_and_nothing_is_acknowledged(small_journal_disk, make_run):
+    """While the journal cannot grow, a report is not acknowledged and the status says why; with space again it is, and the member restarts."""
+    run = make_run(plan_of(RL))
+    await run.start_master()
+    run.start_agents()
+    await run.running()
+    with contextlib.suppress(OSError), (small_journal_disk / "ballast").open("wb", buffering=0) as ballast:
+        while True:
+            ballast.write(bytes(512))
+    agent = run.agents["node-1"]
+    # What fits into the journal's last page is still kept: mark drills of nobody until no more is.
+    while (await run.ask("POST", "/v1/drill", json={"member": "x" * 4000, "note": ""})).status == 200:
+        pass
+    acknowledged = agent.acknowledged
+    agent.die("rollout-0")
+
+    async def says_so() -> bool:
+        return any("storage.full" in finding for finding in (await run.status()).findings)
+
+    await until(says_so, "the finding")
+    assert (await run.ask("GET", "/readyz", role="")).status == 503
+    assert agent.acknowledged == acknowledged
+    assert ("rollout-0", 1) not in agent.started()
+    (small_journal_disk / "ballast").unlink()
+    await until(lambda: ("rollout-0", 1) in agent.started(), "the restart")
+    await run.running()
+    assert agent.acknowledged > acknowledged
+
+
+async def test_a_full_run_disk_does_not_keep_a_job_from_ending(small_journal_disk, make_run):
+    """A stop is heeded although it cannot be journaled, and once there is space a snapshot tells the whole story."""
+    run = make_run(plan_of(RL))
+    await run.start_master()
+    run.start_agents()
+    await run.running()
+    with contextlib.suppress(OSError), (small_journal_disk / "ballast").open("wb", buffering=0) as ballast:
+        while True:
+            ballast.write(bytes(512))
+    while (await run.ask("POST", "/v1/drill", json={"member": "x" * 4000, "note": ""})).status == 200:
+        pass
+    assert (await run.ask("POST", "/v1/stop", json={"reason": "enough"})).status == 200
+    orders = [agent.orders for agent in run.agents.values()]
+    await until(
+        lambda: all(any(isinstance(o.action, StopNode) for o in given) for given in orders), "the nodes are stopped"
+    )
+
+
+async def test_epochs_are_proposed_until_the_controller_takes_one(make_run):
+    """A refused proposal is made again on the epoch that the controller tells of next; the member's token goes with it."""
+    run = make_run(plan_of(RL))
+    asked: list[tuple[EpochProposal, str]] = []
+
+    async def epoch(request: web.Request) -> web.Response:
+        proposal = codec.decode(await request.read(), EpochProposal)
+        asked.append((proposal, request.headers["Authorization"]))
+        return web.Response(status=200 if proposal.replaces == 5 else 409)
+
+    app = web.Application()
+    app.router.add_post("/v1/epoch", epoch)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
+        url = "http://{}:{}".format(*runner.addresses[0])
+        (run.folder / "controller.json").write_text(json.dumps({"url": url, "pid": 1, "incarnation": 0}))
         await run.start_master()
         run.start_agents()
         await run.running()
-        with contextlib.suppress(OSError), (disk / "ballast").open("wb", buffering=0) as ballast:
-            while True:
-                ballast.write(bytes(512))
-        agent = run.agents["node-1"]
-        # What fits into the journal's last page is still kept: ask for stops nobody heeds until no more is.
-        while (await run.ask("POST", "/v1/drill", json={"member": "x" * 4000, "note": ""})).status == 200:
-            pass
-        acknowledged = agent.acknowledged
-        agent.die("rollout-0")
 
-        async def says_so() -> bool:
-            return any("storage.full" in finding for finding in (await run.status()).findings)
+        async def pulse(number: int) -> None:
+            now = time.time()
+            record = ControllerPulse(
+                url=url,
+                incarnation=0,
+                epoch=number,
+                lineage=0,
+                step=1,
+                steps=9,
+                seen={},
+                at=now,
+                in_epoch=("policy-0", "policy-1"),
+            )
+            assert (await run.ask("POST", "/v1/controller", role="member", data=codec.encode(record))).status == 200
 
-        await until(says_so, "the finding")
-        assert (await run.ask("GET", "/readyz", role="")).status == 503
-        assert agent.acknowledged == acknowledged
-        assert ("rollout-0", 1) not in agent.started()
-        (disk / "ballast").unlink()
-        await until(lambda: ("rollout-0", 1) in agent.started(), "the restart")
-        await run.running()
-        assert agent.acknowledged > acknowledged
+        await pulse(4)
+        run.agents["node-1"].die("policy-1")
+        await until(lambda: asked, "a proposal")
+        await pulse(5)
+        await until(lambda: asked[-1][0].replaces == 5, "a proposal on the newer epoch")
+        proposal, authorization = asked[-1]
+        assert (proposal.leave, proposal.term, proposal.cause) == (("policy-1",), 1, "incident i-1")
+        assert authorization == f"Bearer {SECRET}member"
     finally:
-        await run.close()
-        subprocess.run(["umount", "-l", str(disk)], check=True)
+        await runner.cleanup()
 
 
 async def test_the_journal_is_readable_after_the_end(make_run):
