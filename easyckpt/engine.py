@@ -15,7 +15,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ from easyckpt.layout import SegmentHeader, SegmentName, Version
 from easyckpt.lineage import History, advance, begin
 from easyckpt.restore import Restored, Restorer
 from easyckpt.saver import Saver
+from easyckpt.shardserver import Peer
 from easyckpt.sidecar import Settings, Sidecar
 from easyckpt.sources import Candidate
 from easyckpt.storage import open_storage
@@ -71,11 +72,12 @@ class Checkpointer:
         on_sealed: Callable[[Path, SegmentHeader], None] | None = None,
         on_event: Listener | None = None,
         ranks_agree: Agreement | None = None,
+        peers: Sequence[Peer] = (),
     ) -> None:
         """`storage`: a folder for durable checkpoints. `folder`: of the segments; with `on_sealed` an agent flushes them, else a helper does.
 
         `slots=1` halves the memory; a kill in the middle of a save then loses the copy in memory. `keep`, `keep_every`: what stays on storage.
-        `flush_every`: every so many saves, never (None: only at the end), or "auto": as often as step and flush times advise.
+        `peers`: shard servers on other nodes to restore from as well. `flush_every`: every so many saves, never (None: only at the end), or "auto": as often as step and flush times advise.
         """
         if re.fullmatch(r"[A-Za-z0-9_-]+", member) is None or re.fullmatch(r"[A-Za-z0-9_-]+", role) is None:
             raise ValueError(f"member {member!r} and role {role!r} may have letters, digits, '_' and '-' only")
@@ -89,6 +91,7 @@ class Checkpointer:
             Path(folder) if folder is not None else shm.default_folder(storage or f"{role}:{member}")
         )
         self._agreement = ranks_agree
+        self._peers = tuple(peers)
         self._flush_every = flush_every
         self._on_sealed = on_sealed
         self.events = Events(on_event)
@@ -247,6 +250,7 @@ class Checkpointer:
             ranks=self.ranks,
             agreement=self._agreement if self._agreement is not None else agreement.default(self.ranks),
             events=self.events,
+            peers=self._peers,
         )
         restored = restorer.restore(state, at=at, member=member, strict=strict, only=only)
         if restored is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +41,8 @@ class Outgoing:
         self._start = start
         self._mark = shm.pin(self.path, deadline=deadline)
         self._fd = -1
+        self._stack = contextlib.ExitStack()
+        self._view: memoryview | None = None
         try:
             self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             self.segment = shm.segment_of(self._fd, self.path)
@@ -50,11 +53,27 @@ class Outgoing:
         self.header_bytes = self.segment.prefix_bytes
 
     def __iter__(self) -> Iterator[bytes]:
-        for at in range(self._start, self.total_bytes, PIECE_BYTES):
-            yield os.pread(self._fd, min(PIECE_BYTES, self.total_bytes - at), at)
+        return self.pieces(self._start)
+
+    def pieces(self, start: int = 0) -> Iterator[bytes]:
+        for at in range(start, self.total_bytes, PIECE_BYTES):
+            yield self.read(at, min(PIECE_BYTES, self.total_bytes - at))
+
+    def read(self, at: int, nbytes: int) -> bytes:
+        return os.pread(self._fd, nbytes, at)
+
+    def send_range(self, connection: socket.socket, at: int, nbytes: int) -> None:
+        """Straight from the mapped file to the wire."""
+        if at < 0 or nbytes < 0 or at + nbytes > self.total_bytes:
+            raise Foreign(f"{self.path} has no bytes {at} to {at + nbytes}")
+        if self._view is None:
+            self._view = self._stack.enter_context(shm.mapped(self._fd, self.total_bytes))
+        connection.sendall(self._view[at : at + nbytes])
 
     def close(self) -> None:
         shm.unpin(self._mark)
+        self._view = None
+        self._stack.close()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

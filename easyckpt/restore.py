@@ -20,6 +20,7 @@ from easyckpt.agreement import Agreement, Outcome
 from easyckpt.errors import BadSegment, Corrupt, Mismatch, StorageError
 from easyckpt.events import Event, Events
 from easyckpt.layout import SegmentHeader, Version
+from easyckpt.shardserver import Peer
 from easyckpt.sources import Candidate, OpenShard, Source
 from easyckpt.storage import Storage
 
@@ -65,6 +66,7 @@ class Restorer:
         ranks: int,
         agreement: Agreement,
         events: Events,
+        peers: Sequence[Peer] = (),
     ) -> None:
         self._folder = folder
         self._storage = storage
@@ -74,6 +76,7 @@ class Restorer:
         self._ranks = ranks
         self._agreement = agreement
         self._events = events
+        self._peers = peers
         self._refused: list[str] = []
 
     def restore(
@@ -87,7 +90,15 @@ class Restorer:
     ) -> Restored | None:
         rank = self._rank if self._agreement.spans_nodes else None
         found = sources.find(
-            self._folder, self._storage, role=self._role, member=member, own=self._member, rank=rank, ranks=self._ranks
+            self._folder,
+            self._storage,
+            role=self._role,
+            member=member,
+            own=self._member,
+            rank=rank,
+            ranks=self._ranks,
+            peers=self._peers,
+            refused=lambda text: self._events.emit(Event(kind="tier_refused", tier="peer", text=text)),
         )
         candidates = [one for one in found if at is None or one.version == tuple(at)]
         tried: set[Version] = set()

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
 import msgspec
 
 from easyckpt import manifest, shm
-from easyckpt.errors import Torn
+from easyckpt.errors import EasyckptError, Torn
 from easyckpt.layout import Rewind, SegmentHeader, Version, is_dead
 from easyckpt.manifest import Manifest, Shard
+from easyckpt.shardserver import Peer
 from easyckpt.shm import Segment
 from easyckpt.storage import Reader, Storage, list_manifests, shard_header
 
@@ -34,6 +35,12 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     """Whose shard it is."""
     segment: Segment | None = None
     """In memory."""
+    peer: Peer | None = None
+    """Whose memory it lies in, when that is on another node."""
+    remote_header: SegmentHeader | None = None
+    """What the segment there says of itself."""
+    name: str = ""
+    """Of the file there."""
     record: Manifest | None = None
     """On storage."""
     shard: Shard | None = None
@@ -41,6 +48,8 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def nbytes(self) -> int:
+        if self.remote_header is not None:
+            return self.remote_header.data_bytes
         return self.segment.nbytes if self.segment is not None else self.shard.nbytes if self.shard is not None else 0
 
 
@@ -107,14 +116,16 @@ def find(
     own: str = "",
     rank: int | None = None,
     ranks: int = 1,
+    peers: Sequence[Peer] = (),
+    refused: Callable[[str], None] | None = None,
 ) -> list[Candidate]:
     """Whole candidates, newest first; of one version the own member first, then the nearest tier.
 
-    With `rank`, one of `ranks` that agree among themselves, a candidate that has this rank's shard will do as well.
+    Peers that do not answer are left out and told to `refused`. With `rank`, one of `ranks` that agree among themselves, a candidate that has this rank's shard will do as well.
     """
     held: dict[tuple[Version, str, str], list[tuple[SegmentHeader | Manifest, Source]]] = {}
     rewinds: dict[str, set[Rewind]] = {}
-    for header, source in _every(folder, storage, role):
+    for header, source in (*_every(folder, storage, role), *_from_peers(peers, role, refused)):
         rewinds.setdefault(header.role, set()).update(header.rewinds)
         if member is None or header.member == member:
             held.setdefault((header.version, header.role, header.member), []).append((header, source))
@@ -135,6 +146,11 @@ def open_source(source: Source, storage: Storage | None) -> Iterator[OpenShard]:
     if source.segment is not None:
         with _open_memory(source.segment) as memory:
             yield memory
+    elif source.peer is not None:
+        with source.peer.open(source.name) as remote:
+            if remote.header != source.remote_header:
+                raise Torn(f"{remote.where} was overwritten since it was found; a newer one is there")
+            yield remote
     elif source.record is not None and source.shard is not None and storage is not None:
         folder = manifest.folder_name(source.record)
         reader = storage.open_shard(folder, source.shard.file)
@@ -153,6 +169,21 @@ def _every(
     for record in list_manifests(storage, role) if storage is not None else []:
         for shard in record.shards:
             yield record, Source(tier="storage", rank=shard.rank, record=record, shard=shard)
+
+
+def _from_peers(
+    peers: Sequence[Peer], role: str | None, refused: Callable[[str], None] | None
+) -> Iterator[tuple[SegmentHeader, Source]]:
+    for peer in peers:
+        try:
+            for name in peer.names():
+                with contextlib.suppress(EasyckptError), peer.open(name) as remote:
+                    header = remote.header
+                    if role is None or header.role == role:
+                        yield header, Source(tier="peer", rank=header.rank, peer=peer, remote_header=header, name=name)
+        except (OSError, EasyckptError) as error:
+            if refused is not None:
+                refused(f"the peer at {peer.address[0]}:{peer.address[1]} does not answer: {error}")
 
 
 def _candidate(shards: list[tuple[SegmentHeader | Manifest, Source]]) -> Candidate:
