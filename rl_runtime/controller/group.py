@@ -32,7 +32,7 @@ from rl_runtime.records import Committed, EpochOpened, Finished, Record
 
 CHANGES_AT_ONCE = 1000
 """More changes than this from one event is a defect, not a workload."""
-SEAL_PATIENCE_SECONDS = 3.0
+SEAL_PATIENCE_SECONDS = 1.5
 """A member's own save of the head may take so long (or be skipped, its slots being pinned) before one is forced."""
 DIVERGENCE_CURES = 3
 """So many times members whose sealed states differ are sent to restore; after that (unlike machines?) it is only reported."""

@@ -86,9 +86,7 @@ class Rollouts:
         leases: list[PromptLease] = []
         reason = ""
         if request.capacity > 0:
-            reason = self._unfit(request.version, offer)
-            if not reason:
-                leases, reason = self._grant(request, now)
+            leases, reason = self._grant(request, now)
         return LeaseReply(
             leases=tuple(leases), dropped=dropped, offer=offer, wait_reason=reason, stop=self.account.finished
         )
@@ -136,25 +134,28 @@ class Rollouts:
 
     # -- leases --------------------------------------------------------------------------------------------------------
 
-    def _unfit(self, version: Version | None, offer: Offer | None) -> str:
-        """Say why this worker's weights cannot serve now; empty when they can."""
+    def _unfit(self, version: Version | None, trained_at: int) -> str:
+        """Say why these weights cannot serve for a sample of that step; empty when they can."""
         if version is None:
             return "no weights yet"
+        # What comes back would be refused as stale. Newer weights come: training goes on, or the head's snapshot is forced.
         too_old = is_stale(
-            trained_at_step=self.account.next_new_step,
+            trained_at_step=trained_at,
             oldest_step=version.step,
             allowed_outdated_steps=self.settings.allowed_outdated_steps,
         )
-        return "weights too old" if too_old and (offer is None or offer.version != version) else ""
+        return "weights too old" if too_old else ""
 
     def _grant(self, request: LeaseRequest, now: float) -> tuple[list[PromptLease], str]:
+        reason = self._unfit(request.version, self.account.next_new_step)
+        if reason:
+            return [], reason
         self.leases.forget_old_prefixes(self.trained_at - 1 - self.settings.allowed_outdated_steps)
         adopted = not self._awaited or now >= self._adopt_until
         keys = [key for key in self.leases.free() if adopted or key[0] not in self._inherited]
         keys = keys[: request.capacity]
-        reason = ""
         while len(keys) < request.capacity:
-            reason = self._full()
+            reason = self._full() or self._unfit(request.version, self._trained_at_next())
             if reason:
                 break
             prompt_id = self.account.cursor
@@ -162,6 +163,11 @@ class Rollouts:
             self.leases.want(prompt_id, range(self.settings.n_generation))
             keys += [(prompt_id, index) for index in range(self.settings.n_generation)][: request.capacity - len(keys)]
         return [self._lease_one(key, request, now) for key in keys], reason
+
+    def _trained_at_next(self) -> int:
+        """Step at which a group that is begun now is trained, when all before it are."""
+        before = self.account.samples_waiting + len(self.leases)
+        return self.account.next_new_step + before // self.settings.batch_samples
 
     def _full(self) -> str:
         """Say why no other group may be begun; empty when one may."""

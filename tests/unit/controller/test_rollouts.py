@@ -102,12 +102,13 @@ def test_nothing_is_leased_beyond_the_last_step():
 
 
 def test_a_worker_without_weights_or_with_too_old_ones_gets_none():
-    """It is told which to load; with the newest there are it is not kept waiting."""
+    """What it made would be refused; it is told why, and with the reply which weights to load."""
     bench = Bench(allowed_outdated_steps=0)
     assert bench.lease(version=None).wait_reason == "no weights yet"
     bench.account.head = Version(0, 3)
     newer = Offer(version=Version(0, 3), state_digest="d", holders={})
-    assert bench.lease(version=Version(0, 2), offer=newer).wait_reason == "weights too old"
+    reply = bench.lease(version=Version(0, 2), offer=newer)
+    assert (reply.leases, reply.wait_reason, reply.offer) == ((), "weights too old", newer)
     assert bench.lease(version=Version(0, 3), offer=newer).leases
 
 
