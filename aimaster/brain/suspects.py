@@ -231,7 +231,7 @@ def _advertised(findings: list[Finding], picture: Picture) -> list[Finding]:
     publishers = {
         fact.details["address"]: fact
         for fact in picture.facts
-        if fact.sign == "rl.group-address" and fact.subject.rank == 0 and "address" in fact.details
+        if fact.sign == "openrlhf.group-address" and fact.subject.rank == 0 and "address" in fact.details
     }
     changed = []
     for one in findings:

@@ -62,6 +62,13 @@ class Hit(msgspec.Struct, kw_only=True):
     last_offset: int = 0
 
 
+def _cap(sign: Sign) -> int:
+    """How many different statements of one sign are kept of one log."""
+    if sign.kind != "sign":
+        return CAP["fact"]
+    return CAP["root"] if sign.role in ("self", "accusation") else CAP["echo"]
+
+
 class ProgressMark(msgspec.Struct, frozen=True, kw_only=True):
     """The newest progress of this file at some point of it."""
 
@@ -139,7 +146,8 @@ class LogScan:
     def _read(self, chunk: bytes) -> None:
         if self.bytes_read == 0:
             self.head = chunk[:HEAD_SAMPLE]
-            self._note_first_stamp(chunk)
+        if self.first_stamp is None and self.bytes_read < LOOK_BACK:
+            self._note_first_stamp(chunk[: LOOK_BACK - self.bytes_read])
         self._counted_to = 0
         if self._open:
             self._feed_blocks(chunk, 0)
@@ -147,7 +155,8 @@ class LogScan:
         if hits:
             hits = sorted(hits)
             self._look(chunk, hits)
-        self._before = chunk[-max(LOOK_BACK, PROGRESS_TAIL) :]
+        keep = max(LOOK_BACK, PROGRESS_TAIL)
+        self._before = chunk[-keep:] if len(chunk) >= keep else (self._before + chunk)[-keep:]
         if may_hold_progress(self._before):
             self._pieces.append((self.bytes_read + len(chunk) - len(self._before), self._before))
         if self.count_lines:
@@ -160,7 +169,7 @@ class LogScan:
         return self._before
 
     def _note_first_stamp(self, chunk: bytes) -> None:
-        for line in chunk[:LOOK_BACK].splitlines()[:40]:
+        for line in chunk.splitlines():
             stamp = read_stamp(line)
             if stamp is not None:
                 self.first_stamp = stamp
@@ -212,6 +221,10 @@ class LogScan:
                 known.last_line = line
                 known.last_offset = self.bytes_read + start
                 continue
+            cap = _cap(compiled.sign)
+            if known is None and self._kept.get(compiled.number, 0) >= cap and not compiled.sign.opens:
+                self.dropped[compiled.sign.id] = self.dropped.get(compiled.sign.id, 0) + 1
+                continue
             self._keep(chunk, start, stop, line, compiled, found, key)
 
     def _keep(
@@ -233,12 +246,7 @@ class LogScan:
             self._open_block(chunk, stop, OPENERS[sign.opens](offset, number, line))
             if sign.kind == "fact":
                 return
-        cap = CAP["fact" if sign.kind != "sign" else "root" if sign.role in ("self", "accusation") else "echo"]
-        kept = self._kept.get(compiled.number, 0)
-        if kept >= cap:
-            self.dropped[sign.id] = self.dropped.get(sign.id, 0) + 1
-            return
-        self._kept[compiled.number] = kept + 1
+        self._kept[compiled.number] = self._kept.get(compiled.number, 0) + 1
         speaker = read_speaker(line)
         if speaker.host:
             self.hosts[speaker.host] = self.hosts.get(speaker.host, 0) + 1
