@@ -151,9 +151,6 @@ class Front:
             self._drills = [drill for drill in self._drills if drill.step > step_of(status)]
         self._display.show(status)
         self._teller.tell(status)
-        self._rewards.see(status.figures)
-        if self._rewards.before is not None and self._folder.info.reward_before is None:
-            self._folder.keep_reward_before(self._rewards.before)
         if status.outcome and self._ending_since is None:
             self._ending_since = now
             for agent in self._agents.values():
@@ -167,6 +164,9 @@ class Front:
         status = self._link.status()
         if status is not None:
             status = self._status = with_known_figures(status, self._status)
+            self._rewards.see(status.figures)
+            if self._rewards.before is not None and self._folder.info.reward_before is None:
+                self._folder.keep_reward_before(self._rewards.before)
         return status
 
     def _mind_silent_agents(self, status: JobStatus, now: float) -> None:

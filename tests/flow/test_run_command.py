@@ -69,7 +69,7 @@ def test_a_command_runs_to_its_end(tmp_path):
         tmp_path, "import sys, os; print(sys.argv[1:], os.getcwd(), 'RANK' in os.environ); print('end', end='')"
     )
     with job(tmp_path / "run", "--", PYTHON, script, "--run-dir", "x", "--", "-y") as one:
-        assert one.wait(30) == 0
+        assert one.wait(30) == 0, one.story()
         said = one.output.read_text()
         assert f"['--run-dir', 'x', '--', '-y'] {Path.cwd()} False\nend\n" in said
         end = summary(one)
@@ -104,7 +104,7 @@ def test_a_user_s_exception_stops_the_job_at_once(tmp_path):
     """A traceback in the user's code is never retried: exit 1, its category, its traceback, and the child's own code."""
     script = write(tmp_path, "def load():\n    raise KeyError('no such column')\nload()\n")
     with job(tmp_path / "run", "--", PYTHON, script) as one:
-        assert one.wait(30) == 1
+        assert one.wait(30) == 1, one.story()
         end = summary(one)
         assert end["failure"]["category"] == "app.exception"
         assert "KeyError: 'no such column'" in end["failure"]["traceback"]
@@ -120,7 +120,7 @@ def test_a_rank_that_raises_stops_all_ranks_with_its_traceback(tmp_path):
     """Of two ranks, rank 1 raises: the job stops at once, the verdict is app.exception, rank 1 and its traceback are shown, exit 1."""
     script = write(tmp_path, GLOO)
     with job(tmp_path / "run", "--nproc-per-node", "2", "--", PYTHON, script, "raise") as one:
-        assert one.wait(60) == 1
+        assert one.wait(60) == 1, one.story()
         failure = summary(one)["failure"]
         assert (failure["category"], failure["member"], failure["rank"]) == ("app.exception", "rank-1", 1)
         assert "ValueError: the seventh sample is empty" in failure["traceback"]
@@ -135,7 +135,7 @@ def test_a_killed_rank_restarts_all_ranks_on_a_new_port(tmp_path):
     """Rank 1 is killed: both ranks start again, told so and on another port, and finish; exit 0."""
     script = write(tmp_path, GLOO)
     with job(tmp_path / "run", "--nproc-per-node", "2", "--", PYTHON, script, "kill") as one:
-        assert one.wait(90) == 0
+        assert one.wait(90) == 0, one.story()
         first = json.loads(one.places.plan.read_bytes())["members"]["rank-0"]["env"]["MASTER_PORT"]
         said = one.output.read_text()
         for rank in (0, 1):
@@ -152,7 +152,7 @@ def test_torchrun_inside_a_rank_that_raises_stops_the_job(tmp_path):
     """The user's own torchrun: the rank it blames is the culprit, its exception the verdict, exit 1."""
     script = write(tmp_path, GLOO)
     with job(tmp_path / "run", "--", *TORCHRUN, script, "raise") as one:
-        assert one.wait(60) == 1
+        assert one.wait(60) == 1, one.story()
         failure = summary(one)["failure"]
         assert (failure["category"], failure["rank"]) == ("app.exception", 1)
         assert "ValueError: the seventh sample is empty" in failure["traceback"]
@@ -167,7 +167,7 @@ def test_torchrun_inside_a_rank_that_is_killed_is_restarted(tmp_path):
         "os.kill(os.getpid()", f"open({str(mark)!r}, 'w').close(); os.kill(os.getpid()"
     )
     with job(tmp_path / "run", "--", *TORCHRUN, write(tmp_path, text), "kill") as one:
-        assert one.wait(90) == 0
+        assert one.wait(90) == 0, one.story()
         end = summary(one)
         assert [line["what"] for line in end["incidents"]] == ["command-0 process.killed"]
         assert mark.exists()
@@ -178,7 +178,7 @@ def test_a_command_that_dies_again_and_again_is_stopped_with_the_reason(tmp_path
     """Deaths without an explanation are retried as often as allowed, then the job stops and says so."""
     script = write(tmp_path, "import os, signal; print('up', flush=True); os.kill(os.getpid(), signal.SIGKILL)")
     with job(tmp_path / "run", "--max-restarts", "2", "--", PYTHON, script) as one:
-        assert one.wait(60) == 1
+        assert one.wait(60) == 1, one.story()
         end = summary(one)
         assert "2 restarts are used up" in end["reason"]
         assert end["children"]["command-0"]["signal"] == signal.SIGKILL
@@ -198,7 +198,7 @@ def test_a_command_that_reports_and_then_hangs_is_killed_and_restarted(tmp_path)
         "print('through', flush=True)\n"
     )
     with job(tmp_path / "run", "--", PYTHON, write(tmp_path, text)) as one:
-        assert one.wait(60) == 0
+        assert one.wait(60) == 0, one.story()
         assert "\nthrough\n" in one.output.read_text()
         (incident,) = summary(one)["incidents"]
         assert incident["what"].startswith("command-0 hang.")
@@ -214,7 +214,7 @@ def test_an_interrupted_run_ends_with_130_and_the_same_command_goes_on(tmp_path,
     with job(tmp_path / "run", "--", PYTHON, write(tmp_path, SLEEPER)) as one:
         until(lambda: "\nup\n" in one.output.read_text(), f"the command is up\n{one.story()}", 30)
         one.interrupt(number)
-        assert one.wait(40) == 130
+        assert one.wait(40) == 130, one.story()
         end = summary(one)
         assert (end["outcome"], end["reason"]) == ("stopped", f"interrupted by {number.name}")
         nothing_left(one)
@@ -223,7 +223,7 @@ def test_an_interrupted_run_ends_with_130_and_the_same_command_goes_on(tmp_path,
             until(lambda: one.output.read_text().count("\nup\n") == 2, f"the command is up again\n{one.story()}", 30)
             assert "resuming" in one.output.read_text()
             one.interrupt()
-            assert one.wait(40) == 130
+            assert one.wait(40) == 130, one.story()
             assert summary(one)["run_id"] == end["run_id"]
             nothing_left(one)
 
@@ -236,7 +236,7 @@ def test_a_second_interrupt_kills_at_once(tmp_path):
         one.interrupt()
         until(lambda: "once more kills at once" in one.output.read_text(), "the first is heeded", 10)
         one.interrupt()
-        assert one.wait(5) == 130
+        assert one.wait(5) == 130, one.story()
         nothing_runs(one, 5)
 
 
@@ -254,7 +254,7 @@ def test_a_killed_front_leaves_no_orphan_and_the_same_command_resumes(tmp_path):
             one.start()
         until(lambda: one.output.read_text().splitlines().count("up") == 3, f"the command is up\n{one.story()}", 40)
         one.interrupt()
-        assert one.wait(40) == 130
+        assert one.wait(40) == 130, one.story()
         assert summary(one)["starts"] == 3
         nothing_left(one)
 
@@ -278,7 +278,7 @@ def test_master_and_agent_are_replaced_and_the_command_does_not_notice(tmp_path,
         one.healed("master")
         assert one.pid("command-0") == pid
         (tmp_path / "go").touch()
-        assert one.wait(40) == 0
+        assert one.wait(40) == 0, one.story()
         assert f"\nthrough {pid}\n" in one.output.read_text()
         assert summary(one)["status"]["members"][0]["restarts"] == 0
         nothing_left(one)

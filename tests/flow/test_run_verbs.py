@@ -67,7 +67,7 @@ def test_verbs_beside_a_live_run(tmp_path):
         assert again.returncode == 2
         assert "in use by a live run" in again.stderr
         assert aimaster("stop", "--wait", "--reason", "enough seen", folder=tmp_path).returncode == 0
-        assert one.wait(20) == 130
+        assert one.wait(20) == 130, one.story()
         end = json.loads(one.places.summary.read_bytes())
         assert end["outcome"] == "stopped"
         assert "enough seen" in end["reason"]
@@ -85,7 +85,7 @@ def test_two_runs_at_once_do_not_disturb_each_other(tmp_path):
         is_up(other)
         kept = other.pid("command-0")
         one.interrupt(signal.SIGTERM)
-        assert one.wait(40) == 130
+        assert one.wait(40) == 130, one.story()
         assert other.pid("command-0") == kept
         assert other.incidents_all() == []
         other.interrupt()
@@ -106,7 +106,7 @@ def test_the_wished_port_is_taken_or_refused(tmp_path):
         is_up(one)
         assert json.loads(one.places.master.read_bytes())["url"].endswith(f":{port}")
         one.interrupt()
-        assert one.wait(40) == 130
+        assert one.wait(40) == 130, one.story()
 
 
 def test_json_is_the_only_thing_on_stdout(tmp_path):
