@@ -107,13 +107,13 @@ class Account(msgspec.Struct, kw_only=True):
             return index in self.groups.get(prompt_id, {})
         return prompt_id < self.cursor
 
-    def is_live(self, version: Version, chain: str = "") -> bool:
-        """Tell whether a snapshot of this version lies on the live path, at or below the head, and can be gone on from."""
+    def is_live(self, version: Version, chain: str | None = None) -> bool:
+        """Tell whether a snapshot of this version (with this chain) lies on the live path and can be gone on from."""
         if not self.floor <= version.step <= self.head.step or version.lineage > self.head.lineage:
             return False
         if any(rewind.lineage > version.lineage and version.step > rewind.step for rewind in self.rewinds):
             return False
-        return chain in ("", self.chains[version.step])
+        return chain is None or chain == self.chains[version.step]
 
     def copy(self) -> "Account":
         """Return an equal, independent account."""

@@ -54,7 +54,7 @@ def answer(group: Group, turn: Turn, now: float) -> Word:
 
 def is_at_head(group: Group, turn: Turn) -> bool:
     """Tell whether the member's state is the newest committed one."""
-    return state_in_place(turn) == group.account.head and turn.chain in ("", group.account.chain)
+    return state_in_place(turn) == group.account.head and turn.chain == group.account.chain
 
 
 def has_state(turn: Turn) -> bool:
