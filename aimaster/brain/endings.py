@@ -23,18 +23,17 @@ FRONT_GONE_SECONDS: Final = 8.0
 
 
 def begin(
-    d: Draft, outcome: Outcome, reason: str, *, remove_memory: bool = True, flush_seconds: float = FLUSH_SECONDS
+    d: Draft, outcome: Outcome, reason: str, *, front_gone: bool = False, flush_seconds: float = FLUSH_SECONDS
 ) -> None:
     """Begin the end; an end that has begun keeps its outcome, and only its deadline may come nearer."""
     if d.state.phase in ("finished", "failed"):
         return
     if d.state.ending is not None:
         deadline = min(d.state.ending.deadline_at, d.now + flush_seconds)
-        d.change(ending=replace(d.state.ending, deadline_at=deadline))
+        gone = front_gone or d.state.ending.front_gone
+        d.change(ending=replace(d.state.ending, deadline_at=deadline, front_gone=gone))
         return
-    ending = Ending(
-        outcome=outcome, reason=reason, at=d.now, remove_memory=remove_memory, deadline_at=d.now + LEAVE_SECONDS
-    )
+    ending = Ending(outcome=outcome, reason=reason, at=d.now, front_gone=front_gone, deadline_at=d.now + LEAVE_SECONDS)
     d.change(phase="stopping", ending=ending, regroup=None)
     d.drop_orders(lambda _, action: isinstance(action, orders.StartMember))
     if outcome == "finished" and leaving(d.state):
@@ -58,7 +57,7 @@ def stop_node(d: Draft, node: NodeId) -> None:
     ending = d.state.ending
     ordered = any(to == node and isinstance(order.action, orders.StopNode) for to, order in d.state.orders.values())
     if ending is not None and not ordered:
-        d.order(node, orders.StopNode(remove_memory=ending.remove_memory), ending.reason)
+        d.order(node, orders.StopNode(remove_memory=not ending.front_gone), ending.reason)
 
 
 def node_stopped(d: Draft, node: NodeId) -> None:

@@ -96,7 +96,7 @@ def _believe_of_job(d: Draft, event: Event) -> None:
             endings.begin(d, "stopped", f"stopped by {event.by}: {event.reason}")
         case FrontGone():
             reason = f"the front process (pid {event.pid}) is gone"
-            endings.begin(d, "stopped", reason, remove_memory=False, flush_seconds=endings.FRONT_GONE_SECONDS)
+            endings.begin(d, "stopped", reason, front_gone=True, flush_seconds=endings.FRONT_GONE_SECONDS)
         case DrillMarked():
             drills = d.state.drills | {event.subject: event.note}
             d.change(drills=dict(list(drills.items())[-MAX_DRILLS:]))

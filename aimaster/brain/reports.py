@@ -61,8 +61,11 @@ def healed_in_place(d: Draft, kind: SubjectKind, subject: str, verdict: Verdict,
 
 
 def disconnected(d: Draft, node: NodeId, seen_at: float) -> None:
-    if d.state.nodes[node].state == "connected":
-        d.node(node, state="silent", seen_at=seen_at)
+    if d.state.nodes[node].state != "connected":
+        return
+    d.node(node, state="silent", seen_at=seen_at)
+    if d.state.ending is not None and d.state.ending.front_gone:
+        endings.node_stopped(d, node)  # it has seen that the front is gone, and ended by itself
 
 
 def lost(d: Draft, node: NodeId, silent_since: float) -> None:

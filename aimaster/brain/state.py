@@ -109,7 +109,8 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
     outcome: Outcome
     reason: str
     at: float
-    remove_memory: bool
+    front_gone: bool = False
+    """Nobody is left who would start an agent again; what lies in memory is kept for the run that resumes this one."""
     nodes_ordered: bool = False
     """False while members of a finished job are still given time to leave by themselves."""
     deadline_at: float

@@ -30,11 +30,14 @@ from aimaster.brain.events import (
 )
 from aimaster.brain.remedy import is_node_lost
 from aimaster.brain.state import LIVE, Incident, Member, Node, NodeView, Rewind, State, View
+from aimaster.wire.actions import StartMember
 from aimaster.wire.ids import MemberId
 from aimaster.wire.messages import ControllerPulse, MemberPicture, Pulse
 
 ABSENT_SECONDS: Final = 5.0
 """A member that its node's pulses do not show for so long, with no report of its end, is gone."""
+START_SECONDS: Final = 30.0
+"""The same while the agent has not yet said that it carried out the start."""
 WAITING_SECONDS: Final = 30.0
 """A node whose agent never came is given at least so long."""
 LONG_SILENCES: Final = 3.0
@@ -142,19 +145,9 @@ def _of_node(state: State, view: View, node: Node, now: float) -> Iterator[Event
 
 def _of_member(state: State, view: View, member: Member, now: float) -> Iterator[Event]:
     name, incarnation = member.member, member.incarnation
-    if member.state in LIVE:
-        node = view.nodes.get(member.node)
-        since = node.absent_since.get(name, now) if node is not None else now
-        connected = state.nodes[member.node].state == "connected"
-        # Absence counts from the order on, and while the agent shows pictures at all.
-        if (
-            connected
-            and node is not None
-            and now - node.at < ABSENT_SECONDS
-            and now - max(since, member.since) >= ABSENT_SECONDS
-        ):
-            yield MemberVanished(member=name, incarnation=incarnation, why="its node's agent shows no such process")
-            return
+    if member.state in LIVE and _is_absent(state, view, member, now):
+        yield MemberVanished(member=name, incarnation=incarnation, why="its node's agent shows no such process")
+        return
     if member.state == "suspected" and member.suspicion is not None and member.condemned_in is None:
         yield from _of_suspect(view, member)
     elif member.state == "dead" and member.start_at is not None and now >= member.start_at and state.regroup is None:
@@ -170,6 +163,19 @@ def _of_member(state: State, view: View, member: Member, now: float) -> Iterator
             yield MemberVanished(
                 member=name, incarnation=incarnation, why="it left with exit code 0 while the job goes on"
             )
+
+
+def _is_absent(state: State, view: View, member: Member, now: float) -> bool:
+    """Whether an agent that does show pictures has not shown the member for too long; longer while its start is still to be carried out."""
+    node = view.nodes.get(member.node)
+    if node is None or state.nodes[member.node].state != "connected" or now - node.at >= ABSENT_SECONDS:
+        return False
+    since = max(node.absent_since.get(member.member, now), member.since)
+    asked = any(
+        isinstance(order.action, StartMember) and order.action.spec.member == member.member
+        for _, order in state.orders.values()
+    )
+    return now - since >= (START_SECONDS if asked else ABSENT_SECONDS)
 
 
 def _of_suspect(view: View, member: Member) -> Iterator[Event]:

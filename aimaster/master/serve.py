@@ -116,7 +116,7 @@ class Master:
                 return
             state = self.mind.state
             log.info("job_ended", phase=state.phase, reason=state.ending.reason if state.ending else "")
-            front_gone = state.ending is not None and not state.ending.remove_memory
+            front_gone = state.ending is not None and state.ending.front_gone
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.0 if front_gone else LINGER_SECONDS):
                     await over

@@ -270,7 +270,7 @@ class RanksMachine(Promises, RuleBasedStateMachine):
     plan_fields = {"kind": "command", "restart_scope": "job"}
 
 
-bounds = settings(max_examples=100, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+bounds = settings(max_examples=70, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
 RlMachine.TestCase.settings = bounds
 RanksMachine.TestCase.settings = bounds
 

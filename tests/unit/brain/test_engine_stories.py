@@ -443,7 +443,11 @@ def test_waits_at_the_end_have_deadlines(rl):
 def test_a_gone_front_stops_everything_soon_and_keeps_the_memory(rl):
     """The master ends last, within ten seconds even if an agent does not answer."""
     rl.disconnect("node-1")
+    rl.nodes["node-0"].deaf = True
     rl.tell(FrontGone(pid=1))
+    rl.disconnect("node-0")
+    assert rl.state.nodes["node-0"].state == "stopped", "an agent whose line ends has ended by itself"
+    assert rl.state.phase == "stopping"
     rl.pass_time(9)
     assert rl.state.phase == "failed"
     assert not any(action.remove_memory for _, action in orders(rl, StopNode))
