@@ -7,19 +7,26 @@ dump with exit 1 is a hang; a bare SIGKILL or SIGTERM is somebody else's doing a
 from __future__ import annotations
 
 import re
-import signal as signals
 from collections.abc import Iterable
 from typing import Final
 
 from aimaster.brain import wording
 from aimaster.wire.health import Culprit, Evidence, Finding, Verdict, category
 
-_CRASHES: Final = {
-    signals.SIGSEGV: "app.segfault",
-    signals.SIGILL: "app.segfault",
-    signals.SIGFPE: "app.segfault",
-    signals.SIGBUS: "node.shm_full",
+_NAMES: Final = {
+    1: "SIGHUP",
+    2: "SIGINT",
+    4: "SIGILL",
+    6: "SIGABRT",
+    7: "SIGBUS",
+    8: "SIGFPE",
+    9: "SIGKILL",
+    11: "SIGSEGV",
+    15: "SIGTERM",
 }
+"""Linux numbers: members run there, whatever the reader of their journal runs on."""
+_SIGTERM: Final = 15
+_CRASHES: Final = {4: "app.segfault", 7: "node.shm_full", 8: "app.segfault", 11: "app.segfault"}
 _EXCEPTION_LINE = re.compile(
     r"^(?:\[[^\]]*\]:? ?)?(?P<name>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Failure|Fault))(?:: (?P<message>.*))?$"
 )
@@ -66,11 +73,10 @@ def from_exit(
         return _said(member, culprit, raised, code, number, now)
     if number is None and trace is not None:
         return _raised(member, culprit, trace, now)
-    if best is not None and best.weight >= 45 and number != signals.SIGTERM:
+    if best is not None and best.weight >= 45 and number != _SIGTERM:
         return _said(member, culprit, best, code, number, now)
     if number in _CRASHES:
-        name = signals.Signals(number).name
-        return _verdict(_CRASHES[signals.Signals(number)], culprit, 0.75, f"{member} was ended by {name}", best, now)
+        return _verdict(_CRASHES[number], culprit, 0.75, f"{member} was ended by {_name(number)}", best, now)
     return _echo_or_killed(member, culprit, code, number, found, log_tail, now)
 
 
@@ -115,10 +121,7 @@ def _echo_or_killed(
 
 
 def _name(number: int) -> str:
-    try:
-        return signals.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    return _NAMES.get(number, f"signal {number}")
 
 
 def _said(
