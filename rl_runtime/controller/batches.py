@@ -8,6 +8,7 @@ Pure, and repeatable from the ledger: after a restart the same groups give the s
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 
 import msgspec
 import xxhash
@@ -87,14 +88,18 @@ def make_batch(account: Account, settings: ControllerSettings, prompts: tuple[in
         samples=samples,
         loss_tokens=loss_tokens,
         reward_mean=sum(one.reward for one in admitted) / len(admitted),
-        staleness_mean=sum(step - 1 - version.step for sample in samples for version in sample.versions)
-        / max(1, loss_tokens),
+        staleness_mean=step - 1 - sum(_steps_of(sample) for sample in samples) / max(1, loss_tokens),
     )
 
 
 def batch_digest(samples: Sequence[Sample]) -> str:
     """Hash the samples as they are trained: tokens, log-probs, versions, rewards and advantages."""
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(samples))
+
+
+def _steps_of(sample: Sample) -> int:
+    """Sum over the sample's tokens of the steps of their versions."""
+    return sum(version.step * len(list(run)) for version, run in groupby(sample.versions))
 
 
 def _teaches(group: Mapping[int, Admitted], metrics: Sequence[str]) -> bool:

@@ -6,6 +6,7 @@ whoever brings it first; the loser is told `duplicate`. Whoever calls must not a
 """
 
 from collections.abc import Callable, Mapping
+from itertools import groupby
 from typing import Literal, Protocol
 
 import msgspec
@@ -211,7 +212,7 @@ class Rollouts:
                 rewards=completion.rewards,
                 tokens=len(completion.piece.tokens),
                 prompt_length=len(completion.prompt_tokens),
-                oldest_step=_oldest(completion.piece, self.account.head.step),
+                oldest_step=_oldest(completion.piece),
                 member=member,
                 payload=_pack(completion),
             )
@@ -227,7 +228,7 @@ class Rollouts:
             return "duplicate"
         too_old = is_stale(
             trained_at_step=self.trained_at,
-            oldest_step=_oldest(completion.piece, account.head.step),
+            oldest_step=_oldest(completion.piece),
             allowed_outdated_steps=self.settings.allowed_outdated_steps,
         )
         return "stale" if too_old else "admitted"
@@ -256,18 +257,11 @@ def _check_piece(piece: Piece) -> None:
         )
 
 
-def _oldest(piece: Piece, default: int) -> int:
-    return min((version.step for version in piece.versions), default=default)
+def _oldest(piece: Piece) -> int:
+    return min(version.step for version, _ in groupby(piece.versions))
 
 
 def _pack(completion: Completion) -> bytes:
-    runs: list[VersionRun] = []
-    for version in completion.piece.versions:
-        last = runs[-1] if runs else None
-        if last is not None and (last.lineage, last.step) == (version.lineage, version.step):
-            runs[-1] = VersionRun(last.lineage, last.step, last.tokens + 1)
-        else:
-            runs.append(VersionRun(version.lineage, version.step, 1))
-    return msgspec.msgpack.encode(
-        Payload(completion.prompt_tokens, completion.piece.tokens, completion.piece.logprobs, tuple(runs))
-    )
+    piece = completion.piece
+    runs = tuple(VersionRun(version.lineage, version.step, len(list(run))) for version, run in groupby(piece.versions))
+    return msgspec.msgpack.encode(Payload(completion.prompt_tokens, piece.tokens, piece.logprobs, runs))
