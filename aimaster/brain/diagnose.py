@@ -55,12 +55,11 @@ class _Case:
         suspects = [finding for finding in picture.findings if finding.role in ("self", "accusation")]
         suspects = self._drop_announced(suspects)
         self.echoes = [one for one in picture.findings if one.role == "follower" and not picture.recovered(one)]
-        self.ends_badly = bool(self.echoes) or any(not picture.recovered(one) for one in suspects)
+        alarming = [echo for echo in self.echoes if echo.weight >= 3 and echo.severity != "info"]
+        self.ends_badly = bool(alarming) or any(not picture.recovered(one) for one in suspects)
         self.survived = [one for one in suspects if self._survived(one)]
         self.open = [one for one in suspects if one not in self.survived]
-        self.failed = any(one.weight >= PLAIN for one in self.open) or any(
-            echo.weight >= 3 and echo.severity != "info" for echo in self.echoes
-        )
+        self.failed = bool(alarming) or any(one.weight >= PLAIN for one in self.open)
         for one in self.survived:
             self._rule_out(one, "the job went on after it")
 
@@ -129,6 +128,8 @@ class _Case:
 
     def stalled(self) -> Verdict | None:
         """Nobody says he failed: numbers, missing ranks, silence."""
+        if not self.failed:
+            return None
         stall = explain_stall(msgspec.structs.replace(self.picture, findings=tuple(self.echoes)))
         return None if stall is None else self._stall(stall)
 

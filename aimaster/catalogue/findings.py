@@ -22,6 +22,10 @@ _LOADS_CHECKPOINT = re.compile(
     r"\bin \w*load\w*(?:state_dict|checkpoint|parameter_state|_ckpt)\w*|load_state_dict|load_checkpoint"
 )
 _WAITS_ONLY = re.compile(r"(?:^|\.)(?:\w*Timeout\w*|Empty|CancelledError)$")
+_MILD = re.compile(
+    r"\"level\": ?\"(?:debug|info|warn(?:ing)?)\"|(?<!NCCL )\b(?:DEBUG|INFO|WARNING)\b|\[W\d{3,4} |^W\d{4} "
+)
+"""A program that logs an echo as a warning has caught it: by itself that is no failure."""
 _LAUNCHER = re.compile(
     r"(?:^|\.)(?:CalledProcessError|SystemExit|KeyboardInterrupt|ProcessRaisedException|ChildFailedError)$"
 )
@@ -109,6 +113,8 @@ class _OneLog:
             category, role, severity, weight, fault_of, action = self._xid(groups, weight)
         elif sign.id == "nvidia.sxid" and not sxid_is_fatal(int(groups["sxid"]), groups.get("word", "")):
             role, weight, severity = "follower", 5, "warning"
+        if role == "follower" and _MILD.search(hit.text):
+            severity = "info"
         subject = self._subject(hit, groups, said_by)
         at = self._time(hit.stamp)
         last = self._time(read_stamp(hit.last_line)) if hit.last_line else None

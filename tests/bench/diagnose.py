@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import resource
 import subprocess
 import sys
@@ -101,11 +102,15 @@ def grep_speed(path: Path, times: int) -> float:
 
 
 def loop_speed(catalogue: Catalogue, data: bytes) -> float:
-    """MB/s of asking the catalogue line by line."""
-    sample = data[:2_000_000]
+    """MB/s of the plain form: for each line, is any literal in it, and does the pattern match?"""
+    sample = data[:300_000]
+    patterns = [(sign.literal, re.compile(sign.pattern.encode())) for sign in catalogue.signs]
+    pairs = [(literal.encode(), pattern) for literals, pattern in patterns for literal in literals]
     began = time.process_time()
     for line in sample.splitlines():
-        catalogue.match(line)
+        for literal, pattern in pairs:
+            if literal in line:
+                pattern.search(line)
     return len(sample) / 1e6 / (time.process_time() - began)
 
 

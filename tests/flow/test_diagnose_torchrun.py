@@ -37,7 +37,15 @@ def torchrun(folder, how):
     log.parent.mkdir()
     with log.open("wb") as out:
         done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(folder / "train.py"), how],
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node=2",
+                str(folder / "train.py"),
+                how,
+            ],
             stdout=out,
             stderr=subprocess.STDOUT,
             cwd=folder,
