@@ -14,7 +14,7 @@ from torch import Tensor
 from aimaster.settings import from_json
 from aimaster.wire.checkpoint import Version
 from aimaster.wire.places import RunPlaces
-from rl_runtime.config import Evaluation, PolicySettings, policy_settings
+from rl_runtime.config import Evaluation, PolicySettings, chosen_device, policy_settings
 from rl_runtime.data import load_heldout
 from rl_runtime.models.base import Bundle, Tokenizer
 from rl_runtime.models.load import load_model
@@ -33,7 +33,12 @@ def evaluate_weights(
     """Return the mean reward of these weights over the first `settings.evaluation.prompts` rows."""
     choice = settings.evaluation
     engine = make_engine(
-        settings.engine, bundle, slots=choice.slots, temperature=choice.temperature, device=settings.device
+        settings.engine,
+        bundle,
+        slots=choice.slots,
+        temperature=choice.temperature,
+        device=chosen_device(settings.device),
+        beat=beat,
     )
     engine.load(weights, Version(0, 0))
     desk = RewardDesk(

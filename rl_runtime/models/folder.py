@@ -36,6 +36,9 @@ def load_folder(path: str, *, max_length: int) -> Bundle:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # a member's output is a log
 
     try:
         module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)

@@ -183,7 +183,6 @@ class MemberState:
         if final:
             self._evaluate("eval_after")
         if word.flush or final or word.version.step % self._settings.save_every == 0:
-            self._beat("save")
             self._save(epoch=word.epoch, flush=word.flush)
         return norm
 
@@ -203,6 +202,7 @@ class MemberState:
     def _evaluate(self, name: str) -> None:
         if not self._settings.evaluation.prompts:
             return
+        self._beat("generate")
         weights = self.trainer.weights()
         reward = evaluate_weights(
             weights, self._bundle, self._heldout, self._settings, beat=lambda: self._beat("generate")
@@ -236,6 +236,7 @@ class MemberState:
     def _save(self, *, epoch: int, flush: bool) -> bool:
         """Begin a snapshot; False when it was skipped, which is counted."""
         assert self.version is not None  # noqa: S101 - all callers have just set it
+        self._beat("save")  # the first one takes and fills the memory, which is long for a large model
         try:
             saved = self._checkpointer.save(
                 self.version.step, self._state, lineage=self.version.lineage, epoch=epoch, chain=self.chain, flush=flush

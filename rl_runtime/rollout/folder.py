@@ -5,7 +5,7 @@ row ends; rows that end early are taken out when they are a quarter of it. New r
 that run, as soon as there are enough of them. Weights may change between two tokens; cached keys and values of older weights stay.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,17 +17,23 @@ from rl_runtime.models.folder import FolderModel
 from rl_runtime.rollout.engines import Generation, Request
 from rl_runtime.rollout.sampling import sample, uniforms
 
+READ_TOKENS = 512
+"""Prompts are read so many tokens at a time, with a beat between: a long silence would look like a hang."""
+
 
 class FolderEngine:
     """See the module; an `Engine`. Shares the bundle's model: loading changes it."""
 
-    def __init__(self, bundle: Bundle, *, slots: int, temperature: float, device: str = "cpu") -> None:
+    def __init__(
+        self, bundle: Bundle, *, slots: int, temperature: float, beat: Callable[[], None], device: str = "cpu"
+    ) -> None:
         assert isinstance(bundle.model, FolderModel)  # noqa: S101 - the settings tie the engine to a model folder
         self.slots = slots
         self.version: Version | None = None
         self._model = bundle.model
         self._eos = bundle.tokenizer.eos
         self._temperature = temperature
+        self._beat = beat
         self._device = torch.device(device)
         self._model.module.to(self._device)
         self._waiting: list[Generation] = []
@@ -62,7 +68,7 @@ class FolderEngine:
             finished += self._extend(wave, wave.decode())
         self._waves = [wave for wave in self._waves if wave.living()]
         if self._waiting and (not self._waves or len(self._waiting) * 4 >= self.slots):
-            wave = _Wave(self._model, self._waiting, self._device)
+            wave = _Wave(self._model, self._waiting, self._device, self._beat)
             self._waiting = []
             finished += self._extend(wave, wave.read())
             if wave.living():
@@ -90,10 +96,13 @@ class FolderEngine:
 class _Wave:
     """Rows that are decoded together; None stands where one has ended."""
 
-    def __init__(self, model: FolderModel, generations: list[Generation], device: torch.device) -> None:
+    def __init__(
+        self, model: FolderModel, generations: list[Generation], device: torch.device, beat: Callable[[], None]
+    ) -> None:
         self.rows: list[Generation | None] = list(generations)
         self._model = model
         self._device = device
+        self._beat = beat
         self._cache: Any = None
         self._mask = torch.empty(0)
 
@@ -110,15 +119,24 @@ class _Wave:
         width = max(map(len, places))
         ids = torch.tensor([(0,) * (width - len(text)) + text for text in places], device=self._device)
         mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in places], device=self._device)
-        out = self._model.decode_step(
-            input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)
-        )
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        stride = max(1, READ_TOKENS // len(places))
+        hidden = torch.empty(0)
+        for begin in range(0, width, stride):
+            end = min(begin + stride, width)
+            self._beat()
+            out = self._model.decode_step(
+                input_ids=ids[:, begin:end],
+                attention_mask=mask[:, :end],
+                position_ids=positions[:, begin:end],
+                past_key_values=self._cache,
+            )
+            self._cache, hidden = out.past_key_values, out.last_hidden_state
         row_of = torch.tensor([places[text] for text in texts], device=self._device)
-        self._cache = out.past_key_values
         if len(places) < len(texts):
             self._cache.batch_select_indices(row_of)
         self._mask = mask[row_of]
-        return self._model.logits(out.last_hidden_state[:, -1])[row_of]
+        return self._model.logits(hidden[:, -1])[row_of]
 
     def decode(self) -> Tensor:
         """Run the newest token of every row and return the logits after it."""

@@ -31,13 +31,6 @@ def run_rollout() -> None:
         fence_leases=settings.fence_leases,
     )
     bundle = load_model(settings.model)
-    engine = make_engine(
-        settings.engine,
-        bundle,
-        slots=settings.slots,
-        temperature=settings.temperature,
-        device=chosen_device(settings.device),
-    )
 
     def beat(phase: str) -> None:
         if engine.version is None:
@@ -45,6 +38,14 @@ def run_rollout() -> None:
         else:
             progress.beat(phase, step=engine.version.step, lineage=engine.version.lineage)
 
+    engine = make_engine(
+        settings.engine,
+        bundle,
+        slots=settings.slots,
+        temperature=settings.temperature,
+        device=chosen_device(settings.device),
+        beat=lambda: beat("generate"),
+    )
     agent = AgentLink(around.memory, around.run, beat=beat)
     desk = RewardDesk(
         settings.reward.weights, workers=settings.reward.workers, deadline_seconds=settings.reward.deadline_seconds

@@ -1,5 +1,6 @@
 """Makes the engine that a configuration names."""
 
+from collections.abc import Callable
 from typing import Literal
 
 from rl_runtime.models.base import Bundle
@@ -8,9 +9,18 @@ from rl_runtime.rollout.engines import Engine
 
 
 def make_engine(
-    kind: Literal["tiny", "hf"], bundle: Bundle, *, slots: int, temperature: float, device: str = "cpu"
+    kind: Literal["tiny", "hf"],
+    bundle: Bundle,
+    *,
+    slots: int,
+    temperature: float,
+    device: str = "cpu",
+    beat: Callable[[], None] = lambda: None,
 ) -> Engine:
-    """Return an engine without weights for the bundle's model; `hf` decodes with the model itself."""
+    """Return an engine without weights for the bundle's model; `hf` decodes with the model itself.
+
+    A step that takes long calls `beat` now and then.
+    """
     if kind == "tiny":
         from rl_runtime.rollout.tiny import TinyEngine
 
@@ -18,4 +28,4 @@ def make_engine(
         return TinyEngine(bundle.model.shape, slots=slots, eos=bundle.tokenizer.eos, temperature=temperature)
     from rl_runtime.rollout.folder import FolderEngine
 
-    return FolderEngine(bundle, slots=slots, temperature=temperature, device=device)
+    return FolderEngine(bundle, slots=slots, temperature=temperature, device=device, beat=beat)

@@ -356,7 +356,7 @@ def test_a_state_that_cannot_be_taken_is_said(member):
 
 def test_leave_drops_everything(member):
     """Fenced: no version, no gradient, candidates shown."""
-    script = member(Begin(lineage=0), compute(1, 0), Leave(reason="not in epoch 2"))
+    script = member(Begin(lineage=0), Hold(version=V(0, 0)), compute(1, 0), Leave(reason="not in epoch 2"))
     assert isinstance(script.stages[-1], Fresh)
     assert script.turns[-1].version is None
     assert not script.state.trainer.gradient.any()

@@ -162,6 +162,25 @@ def test_weights_are_swapped_between_tokens(bundle):
     engine.load(first, V0)
 
 
+def test_long_prompts_are_read_in_parts_with_a_beat(bundle, monkeypatch):
+    """However the prompts are cut for reading, the completions are the same; between the parts the engine beats."""
+    kind, made = bundle
+    if kind != "hf":
+        pytest.skip("the small model reads all prompts in a few milliseconds")
+    dice = random.Random(8)
+    requests = [request(bundle, number, dice) for number in range(8)]
+    expected = generate(engine_for(bundle), requests)
+    monkeypatch.setattr("rl_runtime.rollout.folder.READ_TOKENS", 16)
+    beats = []
+    engine = make_engine(kind, made, slots=8, temperature=TEMPERATURE, beat=lambda: beats.append(1))
+    engine.load(weights_of(made), V0)
+    done = generate(engine, requests)
+    assert {key: one.tokens for key, one in done.items()} == {key: one.tokens for key, one in expected.items()}
+    for key, one in done.items():
+        assert one.logprobs == pytest.approx(expected[key].logprobs, abs=2e-4)
+    assert len(beats) >= 5
+
+
 def test_dropped_completions_leave_no_trace(bundle):
     """A dropped completion frees its slot, waiting or running, and the others go on unchanged."""
     dice = random.Random(5)
