@@ -43,7 +43,7 @@ def diagnose(findings: Iterable[Finding], now: float) -> Verdict:
     signs = refine(picture)
     picture = msgspec.structs.replace(picture, findings=tuple(signs))
     case = _Case(picture)
-    return case.announced() or case.rooted() or case.stalled() or case.unknown() or case.benign()
+    return case.announced() or case.rooted() or case.stalled() or case.cancelled() or case.unknown() or case.benign()
 
 
 class _Case:
@@ -132,6 +132,16 @@ class _Case:
             return None
         stall = explain_stall(msgspec.structs.replace(self.picture, findings=tuple(self.echoes)))
         return None if stall is None else self._stall(stall)
+
+    def cancelled(self) -> Verdict | None:
+        """A plain cancellation with nothing wrong before it: somebody asked for it."""
+        ends = [echo for echo in self.echoes if echo.category == "sched.time_limit"]
+        broke = any(
+            "exit_code" in echo.details and echo.details["exit_code"] not in ("0", "-15", "143") for echo in self.echoes
+        )
+        if not ends or broke:
+            return None
+        return self._verdict(min(ends, key=_when), [], confidence=0.6)
 
     def unknown(self) -> Verdict | None:
         """Something ended badly and no sign explains it."""

@@ -57,6 +57,7 @@ def level(finding: Finding) -> int:
 def refine(picture: Picture) -> list[Finding]:
     """Findings whose meaning depends on others get it: repeated Xids, recovery actions, contained errors, votes."""
     findings = list(picture.findings)
+    findings = [_lasting(one) for one in findings]
     findings = _recovery_actions(findings)
     findings = _came_back(findings)
     findings = _repeated_faults(findings)
@@ -70,6 +71,13 @@ def refine(picture: Picture) -> list[Finding]:
 def _xid(finding: Finding) -> int | None:
     code = finding.details.get("xid", "")
     return int(code) if code.isdigit() else None
+
+
+def _lasting(finding: Finding) -> Finding:
+    """A slowdown is a fault when it lasts; one look at it only supports a failure that others prove."""
+    if finding.category != "gpu.slowdown" or finding.count >= 3 or finding.details.get("xid"):
+        return finding
+    return msgspec.structs.replace(finding, weight=min(finding.weight, 30))
 
 
 def _recovery_actions(findings: list[Finding]) -> list[Finding]:
