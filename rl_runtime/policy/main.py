@@ -19,7 +19,7 @@ from rl_runtime.drills import Drills
 from rl_runtime.elastic import ElasticGroup
 from rl_runtime.links.agent import AgentLink
 from rl_runtime.links.controller import ControllerLink
-from rl_runtime.member import read_environment
+from rl_runtime.member import Surroundings, read_environment
 from rl_runtime.policy.gradients import FOLDER
 from rl_runtime.policy.loop import PolicyLoop
 from rl_runtime.policy.state import ROLE, MemberState
@@ -81,16 +81,13 @@ def run_policy() -> None:
     )
     group = ElasticGroup(host=link.local_host(), beat=lambda: beat("reduce"))
     drills = Drills(settings.drills, member=identity.member, incarnation=identity.incarnation)
-    gradients = around.places.member(NodeId(identity.node), identity.member) / FOLDER
-    loop = PolicyLoop(
-        identity,
-        link,
-        state,
-        group,
-        drills,
-        beat=beat,
-        gradients=gradients if settings.record_gradients else None,
-    )
+    kept = _gradients(around) if settings.record_gradients else None
+    loop = PolicyLoop(identity, link, state, group, drills, beat=beat, gradients=kept)
     loop.run()
     loop.close()
     progress.close()
+
+
+def _gradients(around: Surroundings) -> Path:
+    """Return the folder beside the member's log in which its gradients are kept."""
+    return around.places.member(NodeId(around.identity.node), around.identity.member) / FOLDER
