@@ -256,6 +256,8 @@ class Checkpointer:
         if restored is not None:
             self._history = History(lineage=restored.lineage, step=restored.step, rewinds=restored.header.rewinds)
             self._saves = 0
+            if restored.header.ranks == self.ranks:
+                self._saver.prepare_later(restored.header)
         return restored
 
     def load(self, *, at: Version | None = None) -> tuple[Restored, Any] | None:

@@ -79,18 +79,23 @@ class Saver:
         self._job: Job | None = None
         self._idle = threading.Event()
         self._idle.set()
-        self._jobs: queue.Queue[Job | None] = queue.Queue(maxsize=1)
+        self._jobs: queue.Queue[Job | SegmentHeader | None] = queue.Queue(maxsize=1)
         self._thread = threading.Thread(target=self._work, name=f"easyckpt-{name.stem}", daemon=True)
         self._thread.start()
 
     # ------------------------------------------------------------------------------------------------ training thread
 
     def prepare(self, header: SegmentHeader) -> None:
-        """Takes and touches the memory of all slots that hold nothing yet. Raises NoRoom."""
-        for slot in self._slots:
-            if slot.version is None:
-                slot.fit(layout.room_for(header), header.data_bytes)
-                slot.touch()
+        """Takes and touches the memory for snapshots like this one. Raises NoRoom."""
+        if not all(slot.is_touched for slot in self._slots):
+            room = layout.room_for(header)
+            for slot in self._slots:
+                slot.warm(room, header.data_bytes)
+
+    def prepare_later(self, header: SegmentHeader) -> None:
+        """The same on the saving thread; a save meanwhile waits for it."""
+        self._idle.clear()
+        self._jobs.put(header)
 
     def claim(self, header: SegmentHeader) -> Slot | None:
         """A slot that is ours to write; None when every one must stay."""
@@ -211,14 +216,19 @@ class Saver:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
+            header = job.header if isinstance(job, Job) else job
             try:
-                self._finish(job)
+                if isinstance(job, Job):
+                    self._finish(job)
+                    self._job = None
+                self.prepare(header)
             except BaseException as error:  # noqa: BLE001 - whatever it was, the trainer hears of it on its next call
-                self._tell("save_failed", job.header.version, text=str(error))
+                self._tell("save_failed", header.version, text=str(error))
                 self._on_failed(error)
             finally:
-                job.copied.set()
-                self._job = None
+                if isinstance(job, Job):
+                    job.copied.set()
+                    self._job = None
                 self._idle.set()
 
     def _finish(self, job: Job) -> None:

@@ -110,6 +110,8 @@ class ShardServer:
 
     def _serve(self, connection: socket.socket) -> None:
         connection.settimeout(TIMEOUT_SECONDS)
+        # An answer and its bytes are two sends: neither may wait for the other's acknowledgement.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._lock:
             self._open.add(connection)
         try:

@@ -61,9 +61,14 @@ class Slot:
         self.close()
         if not self._adopt(prefix_bytes, data_bytes):
             self._create(prefix_bytes, data_bytes)
-        self._memory = mmap.mmap(self._fd, self.nbytes)
-        self.data_bytes = data_bytes
-        self._touched = False
+
+    def warm(self, prefix_bytes: int, data_bytes: int) -> None:
+        """Takes and touches the memory for a content of that size; a snapshot of another size is left alone. Raises NoRoom."""
+        if self._memory is None and not self._adopt(prefix_bytes, data_bytes):
+            if self.version is not None:
+                return
+            self._create(prefix_bytes, data_bytes)
+        self.touch()
 
     def touch(self) -> None:
         """Maps every page now, outside the interpreter's lock, so that no save pays for a page fault."""
@@ -122,6 +127,7 @@ class Slot:
         if prefix_bytes <= found <= 2 * prefix_bytes and found % layout.PAGE_BYTES == 0:
             self.prefix_bytes, self.data_bytes = found, data_bytes
             shm.allocate(self._fd, self.nbytes, str(self.path))
+            self._map()
             return True
         os.close(self._fd)
         self._fd = -1
@@ -139,3 +145,8 @@ class Slot:
             self.path.unlink(missing_ok=True)
             self.close()
             raise
+        self._map()
+
+    def _map(self) -> None:
+        self._memory = mmap.mmap(self._fd, self.nbytes)
+        self._touched = False

@@ -1,0 +1,315 @@
+"""Every engine behind the same calls.
+
+open(state)      before training
+save(state, n)   returns when the trainer may change the state: that time is the stall
+done() / wait()  whether / until the checkpoint is where the engine promises it
+restore(state)   fills the state in place from the newest checkpoint, in a new process; returns the step
+"""
+
+import glob
+import importlib.util
+import mmap
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from tests.bench.ckpt.state import copy_into, tensors
+
+SHM = "/dev/shm/easyckpt-bench"
+
+
+class Engine:
+    name = ""
+    needs = ""
+    """Distribution it comes from; "" is torch."""
+    durable = True
+    later_done = False
+    side = None
+    """Command of a process that outlives the trainer."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    @classmethod
+    def installed(cls):
+        return not cls.needs or importlib.util.find_spec(cls.needs) is not None
+
+    def open(self, state):
+        pass
+
+    def reopen(self):
+        """In the new process, before the time of the restore counts."""
+
+    def done(self):
+        return True
+
+    def wait(self):
+        pass
+
+    def path(self, step):
+        return f"{self.folder}/step-{step}"
+
+    def newest(self):
+        return max(int(path.rsplit("-", 1)[1].split(".")[0]) for path in glob.glob(f"{self.folder}/step-*"))
+
+    def trim(self, step):
+        for path in glob.glob(f"{self.folder}/step-*"):
+            if int(path.rsplit("-", 1)[1].split(".")[0]) < step - 1:
+                shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
+
+
+class Floor(Engine):
+    """No engine: one copy_ per tensor into touched shared memory. A design that copies and returns cannot be below it."""
+
+    name = "FLOOR copy_ into touched shared memory"
+    durable = False
+
+    def views(self, state, create):
+        places, total = [], 0
+        for _, tensor in tensors(state):
+            places.append(total)
+            total += -(-tensor.nbytes // 64) * 64
+        fd = os.open(f"{SHM}-floor", os.O_RDWR | (os.O_CREAT if create else 0))
+        if create:
+            os.posix_fallocate(fd, 0, total + 64)
+        memory = mmap.mmap(fd, total + 64)
+        os.close(fd)
+        self.step = torch.frombuffer(memory, dtype=torch.int64, offset=total, count=1)
+        self.held = [
+            torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=at).view(tensor.shape)
+            for (_, tensor), at in zip(tensors(state), places, strict=True)
+        ]
+
+    def open(self, state):
+        self.views(state, create=True)
+        for view in self.held:
+            view.zero_()
+
+    def save(self, state, step):
+        for (_, tensor), view in zip(tensors(state), self.held, strict=True):
+            view.copy_(tensor)
+        self.step[0] = step
+
+    def restore(self, state):
+        self.views(state, create=False)
+        for (_, tensor), view in zip(tensors(state), self.held, strict=True):
+            tensor.copy_(view)
+        state["step"] = int(self.step[0])
+        return state["step"]
+
+
+class Ours(Engine):
+    name = "easyckpt, copy mode, to storage"
+    storage = True
+
+    def open(self, state):
+        self.make(mode="copy")
+        self.engine.prepare(state)
+        if self.engine._sidecar is not None:
+            self.engine._sidecar.start()
+
+    def make(self, **options):
+        from easyckpt import Checkpointer
+
+        where = self.folder if self.storage else None
+        self.engine = Checkpointer(where, folder=f"{SHM}-ours", keep=2, on_event=lambda _event: None, **options)
+
+    def reopen(self):
+        self.make()
+
+    def save(self, state, step):
+        self.engine.save(step, state)
+        self.step = step
+
+    def done(self):
+        return self.engine.events.counts["flush_committed" if self.storage else "save_sealed"] >= self.step
+
+    def wait(self):
+        self.engine.wait()
+
+    def trim(self, step):
+        pass
+
+    def restore(self, state):
+        return self.engine.restore(state).step
+
+
+class OursMemory(Ours):
+    name = "easyckpt, copy mode, memory only"
+    storage = False
+    durable = False
+
+
+class TorchSave(Engine):
+    name = "torch.save"
+
+    def save(self, state, step):
+        torch.save(state, self.path(step) + ".pt")
+
+    def restore(self, state):
+        step = self.newest()
+        copy_into(state, torch.load(self.path(step) + ".pt", weights_only=True))
+        return step
+
+
+class TorchSaveMmap(TorchSave):
+    name = "torch.save, restored with mmap=True"
+
+    def restore(self, state):
+        step = self.newest()
+        copy_into(state, torch.load(self.path(step) + ".pt", weights_only=True, mmap=True))
+        return step
+
+
+class Safetensors(Engine):
+    name = "safetensors save_file"
+    needs = "safetensors"
+
+    def save(self, state, step):
+        from safetensors.torch import save_file
+
+        save_file(dict(tensors(state)), self.path(step) + ".st")
+
+    def restore(self, state):
+        from safetensors import safe_open
+
+        step, targets = self.newest(), dict(tensors(state))
+        with safe_open(self.path(step) + ".st", "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                targets[name].copy_(file.get_tensor(name))
+        state["step"] = step
+        return step
+
+
+class DcpAsync(Engine):
+    name = "dcp.async_save, default"
+
+    def reopen(self):
+        import torch.distributed.checkpoint  # noqa: F401 - its import is not its restore
+
+    staging = None
+    result = None
+
+    def open(self, state):
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        self.stager = DefaultStager(StagingOptions(*self.staging)) if self.staging else None
+
+    def save(self, state, step):
+        import torch.distributed.checkpoint as dcp
+
+        started = dcp.async_save(state, checkpoint_id=self.path(step), async_stager=self.stager, no_dist=True)
+        if hasattr(started, "staging_completion"):
+            started.staging_completion.result()
+            started = started.upload_completion
+        self.result = started
+
+    def done(self):
+        return self.result.done()
+
+    def wait(self):
+        self.result.result()
+
+    def restore(self, state):
+        import torch.distributed.checkpoint as dcp
+
+        step = self.newest()
+        dcp.load(state, checkpoint_id=self.path(step), no_dist=True)
+        return step
+
+
+class DcpReused(DcpAsync):
+    name = "dcp.async_save, reused stager"
+    staging = (False, False, False, False)
+
+
+class TorchCheckpointing(Engine):
+    name = "torch_checkpointing, async"
+    needs = "torch_checkpointing"
+
+    def open(self, state):
+        import torch_checkpointing as tc
+        from torch_checkpointing.config import AsyncCheckpointSaverConfig
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+        staging = tc.CheckpointStagerConfig(
+            use_pinned_memory=False, use_shared_memory=True, use_async_staging=True, use_non_blocking_copy=False
+        )
+        self.manager = tc.CheckpointManager(
+            tc.CheckpointManager.Config(
+                storage_config=LocalFileSystemStorageConfig(use_direct_io=False),  # its direct writes fail on ext4
+                save=AsyncCheckpointSaverConfig(staging_config=staging),
+            )
+        )
+        if state:
+            self.manager.prewarm_staging(dict(state))
+
+    def save(self, state, step):
+        self.result = self.manager.save(self.path(step), dict(state))
+        with self.manager.lock():  # what its users hold around optimizer.step()
+            pass
+
+    def done(self):
+        return self.result.done()
+
+    def wait(self):
+        self.result.result()
+
+    def reopen(self):
+        self.open({})
+
+    def restore(self, state):
+        step = self.newest()
+        copy_into(state, self.manager.load(self.path(step), dict(state)))
+        return step
+
+
+class DLRover(Engine):
+    name = "dlrover flash checkpoint"
+    needs = "dlrover"
+    environment = {
+        "ROLE_NAME": "dlrover-trainer", "TORCHELASTIC_RUN_ID": "bench", "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "0", "GROUP_RANK": "0",
+    }  # fmt: skip
+    side = [
+        sys.executable, "-c",
+        "import time\nfrom dlrover.python.elastic_agent.torch.ckpt_saver import AsyncCheckpointSaver\n"
+        "AsyncCheckpointSaver.start_async_saving_ckpt()\ntime.sleep(3600)",
+    ]  # fmt: skip
+
+    def open(self, state):
+        from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer
+
+        self.engine = DdpCheckpointer(self.folder)
+
+    def save(self, state, step):
+        from dlrover.trainer.torch.flash_checkpoint.ddp import StorageType
+
+        self.step = step
+        self.engine.save_checkpoint(step, state, f"{self.folder}/{step}/rank_0.pt", storage_type=StorageType.DISK)
+
+    def done(self):
+        try:
+            return int(Path(self.folder, "dlrover_latest.txt").read_text()) >= self.step
+        except (OSError, ValueError):
+            return False
+
+    def wait(self):
+        while not self.done():
+            time.sleep(0.01)
+
+    def reopen(self):
+        self.open({})
+
+    def restore(self, state):
+        found = self.engine.load_checkpoint()
+        copy_into(state, found)
+        return int(found["step"])
+
+
+ALL = [Floor, OursMemory, Ours, TorchSave, TorchSaveMmap, Safetensors, DcpAsync, DcpReused, TorchCheckpointing, DLRover]
+QUICK = [Floor, OursMemory, Ours, DcpAsync, TorchSave]

@@ -1,0 +1,88 @@
+"""Restoring out of another process's memory over loopback, beside the bare socket. `python -m tests.bench.ckpt.peer give|take GIB OUT [PORTS]`."""
+
+import json
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from easyckpt import Checkpointer, shm
+from easyckpt.shardserver import Peer, ShardServer
+from tests.bench.ckpt.state import make, stamp, tensors, wrong
+
+FOLDER = Path("/dev/shm/easyckpt-bench-peer")
+
+
+def give(gib):
+    """Saves step 7, serves it, and serves the same bytes bare on a second port; prints both ports."""
+    state = make(int(gib * 2**30))
+    stamp(state, 7)
+    engine = Checkpointer(None, folder=FOLDER, mode="copy", slots=1, on_event=lambda _event: None)
+    engine.save(7, state)
+    engine.wait()
+    server = ShardServer(FOLDER)
+    (segment,) = shm.scan(FOLDER)
+    bare = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        with open(segment.path, "rb") as file, shm.mapped(file.fileno(), segment.nbytes) as view:
+            while True:
+                connection, _ = bare.accept()
+                with connection:
+                    connection.sendall(view)
+
+    threading.Thread(target=serve, daemon=True).start()
+    print(server.address[1], bare.getsockname()[1], segment.nbytes, flush=True)
+    sys.stdin.readline()
+
+
+def take(gib, out, port, bare_port, nbytes):
+    torch.set_num_threads(1)
+    state = make(int(gib * 2**30))
+    buffer = bytearray(nbytes)
+    rounds = []
+    engine = Checkpointer(
+        None, folder=f"{FOLDER}-here", member="new", peers=[Peer(("127.0.0.1", port))], on_event=lambda _event: None
+    )
+    for _ in range(3):
+        started = time.perf_counter()
+        with socket.create_connection(("127.0.0.1", bare_port)) as connection:
+            view, done = memoryview(buffer), 0
+            while done < nbytes:
+                done += connection.recv_into(view[done:])
+        raw = time.perf_counter() - started
+        started = time.perf_counter()
+        at = 0
+        for _, tensor in tensors(state):
+            tensor.copy_(
+                torch.frombuffer(buffer, dtype=tensor.dtype, count=tensor.numel(), offset=at // 8 * 8).view(
+                    tensor.shape
+                )
+            )
+            at += tensor.nbytes
+        floor = time.perf_counter() - started
+        stamp(state, -1)
+        started = time.perf_counter()
+        restored = engine.restore(state)
+        ours = time.perf_counter() - started
+        rounds.append(
+            {
+                "raw": raw,
+                "floor": floor,
+                "ours": ours,
+                "wrong": wrong(state, 7) or ("" if restored.tier == "peer" else restored.tier),
+            }
+        )
+    engine.close()
+    Path(out).write_text(json.dumps(rounds))
+
+
+if __name__ == "__main__":
+    mode, gib, *rest = sys.argv[1:]
+    if mode == "give":
+        give(float(gib))
+    else:
+        take(float(gib), rest[0], *map(int, rest[1:]))
