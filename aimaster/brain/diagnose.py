@@ -55,11 +55,11 @@ class _Case:
         suspects = [finding for finding in picture.findings if finding.role in ("self", "accusation")]
         suspects = self._drop_announced(suspects)
         self.echoes = [one for one in picture.findings if one.role == "follower" and not picture.recovered(one)]
-        alarming = [echo for echo in self.echoes if echo.weight >= 3 and echo.severity != "info"]
-        self.ends_badly = bool(alarming) or any(not picture.recovered(one) for one in suspects)
+        self.alarming = [echo for echo in self.echoes if echo.weight >= 3 and echo.severity != "info"]
+        self.ends_badly = bool(self.alarming) or any(not picture.recovered(one) for one in suspects)
         self.survived = [one for one in suspects if self._survived(one)]
         self.open = [one for one in suspects if one not in self.survived]
-        self.failed = bool(alarming) or any(one.weight >= PLAIN for one in self.open)
+        self.failed = bool(self.alarming) or any(one.weight >= PLAIN for one in self.open)
         for one in self.survived:
             self._rule_out(one, "the job went on after it")
 
@@ -83,6 +83,9 @@ class _Case:
         """What progress followed is no failure. In a job that ends badly a few more steps forgive nothing."""
         if finding.category in STICKY and (finding.category != "gpu.slowdown" or finding.count >= 3):
             return False
+        if finding.time_seconds is None and finding.category == "app.illegal_access" and "xid" in finding.details:
+            # Seconds since boot: nobody knows when it was. A job of which nothing else failed has survived a program's Xid.
+            return bool(self.picture.progress) and not self.alarming and not self._timed_suspects(finding)
         if not self.picture.recovered(finding):
             return False
         if not self.ends_badly or self.picture.finished:
@@ -90,6 +93,17 @@ class _Case:
         outlived = self.picture.outlived_seconds(finding)
         decisive = finding.severity == "critical" and finding.weight >= 85
         return outlived is None or outlived >= (DECISIVE_OUTLIVED_SECONDS if decisive else OUTLIVED_SECONDS)
+
+    def _timed_suspects(self, finding: Finding) -> bool:
+        """Whether anything else, with a time, was not survived."""
+        return any(
+            one is not finding
+            and one.role in ("self", "accusation")
+            and one.time_seconds is not None
+            and one.weight >= SUPPORT
+            and not self.picture.recovered(one)
+            for one in self.picture.findings
+        )
 
     # ------------------------------------------------------------------------------------------------- the steps
 

@@ -77,6 +77,8 @@ class Traceback(Block):
         self.exception = ""
         self.message = ""
         self.exception_offset = -1
+        self.known = False
+        """A sign speaks of the exception already."""
         self.exception_line = 0
 
     def _take(self, line: bytes, offset: int, number: int) -> bool:

@@ -204,10 +204,9 @@ class _OneLog:
 
     def _exceptions(self) -> list[Finding]:
         """A finding for each traceback whose exception no sign knows."""
-        explained = {hit.offset for hit in self.scan.hits if hit.sign.kind == "sign"}
         found = []
         for block in self._tracebacks:
-            if not block.exception or block.exception_offset in explained:
+            if not block.exception or block.known:
                 continue
             role, weight, category = _judge_exception(block)
             speaker = read_speaker(block.opening)

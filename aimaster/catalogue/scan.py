@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from aimaster.catalogue.blocks import OPENERS, Block, TorchrunReport
+from aimaster.catalogue.blocks import OPENERS, Block, TorchrunReport, Traceback
 from aimaster.catalogue.lines import (
     Progress,
     Speaker,
@@ -330,6 +330,8 @@ class LogScan:
             line = chunk[at : min(end, at + LONGEST_LINE)].rstrip(b"\r")
             for block in tuple(pending):
                 if block.feed(line, self.bytes_read + at, number):
+                    if isinstance(block, Traceback):
+                        block.known = any(one.sign.kind == "sign" for one in self.catalogue.match(line))
                     pending.remove(block)
                     self._open.remove(block)
             at = end + 1

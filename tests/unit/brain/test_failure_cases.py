@@ -83,3 +83,38 @@ def scan_of(catalogue, log, lines_at_once):
         scan.feed("".join(line + "\n" for line in log["lines"][at : at + lines_at_once]).encode())
     scan.finish()
     return scan
+
+
+def test_loud_strangers_do_not_move_the_blame(tmp_path, catalogue):
+    """Two more nodes full of echoes, before and after all others, without a single time: the root stays the root."""
+    quiet = (
+        "benign",
+        "hang.unknown",
+        "hang.straggler",
+        "node.lost",
+        "process.killed",
+        "gpu.row_remap_pending",
+        "sched.time_limit",
+    )
+    cases = [case for case in HANDED + OWN if case["expected"]["category"] not in quiet]
+    moved = []
+    for case in cases:
+        louder = {**case, "id": f"{case['id']}-loud"}
+        louder["logs"] = [
+            {"node": "aa-victim", "file": "train.log", "lines": ECHOES},
+            *case["logs"],
+            {"node": "zz-victim", "file": "train.log", "lines": ECHOES * 3},
+        ]
+        if not judge(case, verdict_of(louder, tmp_path, catalogue))["identified"]:
+            moved.append(case["id"])
+    assert len(moved) <= 0.02 * len(cases), moved
+
+
+ECHOES = """[rank99]: Traceback (most recent call last):
+[rank99]:   File "/workspace/train.py", line 402, in train_step
+[rank99]:     loss.backward()
+[rank99]: torch.distributed.DistBackendError: NCCL error in: /pytorch/ProcessGroupNCCL.cpp:2251, remote process exited, NCCL version 2.26.2
+[rank99]: ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.
+RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.9.0.3]:41234. This is typically caused by
+ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.
+torch.distributed.elastic.multiprocessing.api.SignalException: Process 31 got signal: 15""".splitlines()
