@@ -86,7 +86,7 @@ def settings(steps: int, seed: int) -> list[str]:
     """Overrides of the example: length and seed, and budgets that many kills do not exhaust."""
     return [
         *("--train.max_num_steps", str(steps), "--aimaster.seed", str(seed)),
-        *("--aimaster.budgets.member_restarts", "1000", "--aimaster.budgets.longest_delay_seconds", "1"),
+        *("--aimaster.budgets.member_restarts", "1000"),
     ]
 
 
