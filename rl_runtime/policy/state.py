@@ -71,6 +71,8 @@ class MemberState:
         self._evaluations: dict[str, float] = {}
         self._state = {**self.trainer.state(), "evaluations": self._evaluations}
         self._refused: set[Version] = set()
+        self._under_way: Version | None = None
+        """Of the newest save that was begun."""
         self._looked = False
         self._pristine = True
         """The weights are as the configuration gives them."""
@@ -163,16 +165,18 @@ class MemberState:
         newest = self.sealed
         if newest is not None and self.version == Version(newest.lineage, newest.step):
             return newest
-        under_way = False
         give_up_at = time.monotonic() + LOOK_SECONDS
         while time.monotonic() < give_up_at:
-            # Skipped while the free slot is being copied away: that takes a moment, and somebody waits for this seal.
-            under_way = under_way or self._save(epoch=epoch, flush=False)
+            # The step's own save may be under way: a second one would cost the older snapshot its slot. Or it was skipped, while
+            # the free slot was being copied away: that takes a moment, and somebody waits for this seal.
+            if self._under_way != self.version:
+                self._save(epoch=epoch, flush=False, forced=True)
             newest = self.sealed
             if newest is not None and self.version == Version(newest.lineage, newest.step):
                 return newest
             self._beat("save")
             time.sleep(SEAL_POLL_SECONDS)
+        self._under_way = None  # whatever became of it, the next try saves anew
         return None
 
     def commit(self, word: Committed, reduced: Tensor, *, learning_rate: float) -> float:
@@ -233,8 +237,8 @@ class MemberState:
         log.info("restored", version=version, tier=restored.tier, seconds=round(restored.seconds, 3))
         return restored.state_digest
 
-    def _save(self, *, epoch: int, flush: bool) -> bool:
-        """Begin a snapshot; False when it was skipped, which is counted."""
+    def _save(self, *, epoch: int, flush: bool, forced: bool = False) -> None:
+        """Begin a snapshot, or skip and count it; a forced one is not counted, it is tried again."""
         assert self.version is not None  # noqa: S101 - all callers have just set it
         self._beat("save")  # the first one takes and fills the memory, which is long for a large model
         try:
@@ -245,7 +249,8 @@ class MemberState:
             # An earlier save went wrong in the background; this one is under way. Training goes on.
             log.warning("a snapshot was lost", reason=str(error))
             self.skipped_saves += 1
-            return True
-        if not saved:
+            saved = True
+        if saved:
+            self._under_way = self.version
+        elif not forced:
             self.skipped_saves += 1
-        return saved

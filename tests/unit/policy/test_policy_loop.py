@@ -31,7 +31,7 @@ from aimaster.wire.training import (
     Taken,
     Wait,
 )
-from easyckpt import Checkpointer, read_weights
+from easyckpt import Checkpointer, read_weights, shm
 from rl_runtime.algo.loss import LossSettings
 from rl_runtime.config import Evaluation, OptimizerChoice, PolicySettings, RewardChoice, WarmStart
 from rl_runtime.drills import Drills
@@ -320,7 +320,7 @@ def test_a_restore_behind_the_head_goes_on_in_a_new_lineage(member):
 def test_a_damaged_candidate_is_given_up(member, tmp_path):
     """A snapshot whose bytes are wrong cannot be restored: the member comes back fresh without it."""
     member(Begin(lineage=0), *one_step(1, 0))
-    for path in (tmp_path / "segments").glob("policy-0.*.safetensors"):
+    for path in [segment.path for segment in shm.scan(tmp_path / "segments")]:
         content = bytearray(path.read_bytes())
         content[-8:] = b"\xff" * 8
         path.write_bytes(content)
@@ -366,9 +366,7 @@ def test_leave_drops_everything(member):
 def test_rollouts_find_the_weights_under_their_checkpoint_names(member, tmp_path):
     """A snapshot holds the model under `model/` as a checkpoint names it."""
     script = member(Begin(lineage=0), *one_step(1, 0))
-    (newest,) = [
-        path for path in (tmp_path / "segments").glob("policy-0.*.safetensors") if read_weights(path)[0].step == 1
-    ]
+    (newest,) = [one.path for one in shm.scan(tmp_path / "segments") if one.header.step == 1]
     _, weights = read_weights(newest, prefix="model/")
     assert equal(weights_of(script), weights)
     assert "model.layers.0.self_attn.q_proj.weight" in weights

@@ -1,6 +1,5 @@
 """The rollout loop with a real engine, real segments, and a controller that answers from a script."""
 
-import os
 import random
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from aimaster.wire.checkpoint import FetchReply, Version
 from aimaster.wire.ids import Incarnation, MemberId
 from aimaster.wire.rollout import CompleteReply, LeaseReply, Offer, Piece, PromptLease, StreamReply
-from easyckpt import Checkpointer
+from easyckpt import Checkpointer, shm
 from rl_runtime.config import RewardChoice, RolloutSettings
 from rl_runtime.drills import Drills
 from rl_runtime.member import Identity
@@ -231,7 +230,7 @@ def test_an_agent_with_nothing_is_not_asked_again_at_once(tmp_path):
 def test_damaged_weights_are_not_loaded(tmp_path):
     """Bytes that do not fit their digests are never generated with."""
     publish(tmp_path, 3)
-    (segment,) = (path for path in tmp_path.glob("*.safetensors") if os.path.getsize(path))
+    (segment,) = (one.path for one in shm.scan(tmp_path))
     content = bytearray(segment.read_bytes())
     content[-4] ^= 0xFF
     segment.write_bytes(content)
