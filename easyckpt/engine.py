@@ -123,6 +123,7 @@ class Checkpointer:
         self._newest: Sealed | None = None
         self._flushed: Version | None = None
         self._wanted: Version | None = None
+        self._unflushed: list[Version] = []
         self._history = History()
         self._captured: snapshot.Capture | None = None
         self._pace = Pace()
@@ -305,7 +306,9 @@ class Checkpointer:
             lineage=header.lineage, step=header.step, state_digest=header.state_digest, chain=header.chain
         )
         if header.flush and self._sidecar is not None:
-            self._wanted = header.version
+            with self._changed:
+                self._wanted = header.version
+                self._unflushed.append(header.version)
             self._wake_sidecar()
         if self._on_sealed is not None:
             self._on_sealed(path, header)
@@ -325,10 +328,17 @@ class Checkpointer:
     def _hear_sidecar(self, event: Event) -> None:
         """Runs on the thread that reads the helper's words."""
         if event.kind == "flush_committed":
+            done = (event.lineage, event.step)
             with self._changed:
+                passed = [version for version in self._unflushed if version < done]
+                self._unflushed = [version for version in self._unflushed if version > done]
                 self._pace.saw_flush(event.seconds)
-                self._flushed = max(self._flushed or (0, 0), (event.lineage, event.step))
+                self._flushed = max(self._flushed or (0, 0), done)
                 self._changed.notify_all()
+            for version in passed:
+                self._emit(
+                    "flush_superseded", version, tier="storage", text=f"step {event.step} went to storage in its place"
+                )
         elif event.kind == "flush_failed":
             self._fail(StorageError(event.text))
         self.events.emit(event)

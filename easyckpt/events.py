@@ -38,7 +38,7 @@ _LEVELS: dict[str, int] = {
     "save_failed": logging.ERROR,
     "tensor_moved": logging.WARNING,
     "flush_failed": logging.ERROR,
-    "flush_superseded": logging.WARNING,
+    "flush_superseded": logging.INFO,
     "copy_refused": logging.WARNING,
     "restored": logging.INFO,
     "tier_refused": logging.WARNING,

@@ -13,12 +13,13 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from easyckpt import gate, layout, retain, shm, snapshot
+from easyckpt.cuda import Lane
 from easyckpt.digest import TensorDigest
 from easyckpt.errors import NotReady, Pinned, SaveFailed
 from easyckpt.events import Event, Events, Kind
@@ -41,8 +42,10 @@ class Job(msgspec.Struct, kw_only=True):
     """What is copied and hashed so far."""
     later: list[Leaf]
     """For the saving thread to copy."""
+    kept: list[Leaf]
+    """What the slot still holds from an earlier save: frozen parameters, to be hashed only."""
     expected: dict[str, TensorDigest]
-    """Digests of those at the moment of the save, in the first saves."""
+    """Digests that must come out: of what is kept, and in the first saves of what is copied later, at the moment of the save."""
     copied: threading.Event
     """Set when everything may change again."""
     started: float
@@ -115,18 +118,34 @@ class Saver:
         return slot
 
     def begin(self, header: SegmentHeader, slot: Slot, captured: Capture, started: float) -> None:
-        copy = Copy(slot.view())
-        now, later = self._split(captured.stored)
+        now, later, kept = self._split(captured, slot)
+        devices = {leaf.tensor.device for leaf in captured.stored if leaf.tensor.is_cuda}
+        if devices and self._overlap:
+            # What has to be copied at once is cloned in the order of the training stream, so the host waits for nothing.
+            later += [Leaf(leaf.entry, leaf.tensor.clone()) for leaf in now if leaf.tensor.is_cuda]
+            now = [leaf for leaf in now if not leaf.tensor.is_cuda]
+        copy = Copy(slot.view(), Lane(sorted(devices, key=str)) if devices else None)
         copy.copy_only(now)
-        expected: dict[str, TensorDigest] = {}
+        copy.finish()
+        expected = {
+            leaf.entry.name: TensorDigest(slot.written[leaf.entry.name].digest, slot.written[leaf.entry.name].parts)
+            for leaf in kept
+        }
         if self._begun < PROVED_SAVES:
-            expected = {leaf.entry.name: snapshot.source_digest(leaf.tensor) for leaf in later}
+            expected |= {leaf.entry.name: snapshot.source_digest(leaf.tensor) for leaf in later}
         self._begun += 1
         copied = threading.Event()
         if not later:
             copied.set()
         self._job = Job(
-            header=header, slot=slot, copy=copy, later=later, expected=expected, copied=copied, started=started
+            header=header,
+            slot=slot,
+            copy=copy,
+            later=later,
+            kept=kept,
+            expected=expected,
+            copied=copied,
+            started=started,
         )
         self._idle.clear()
         self._jobs.put(self._job)
@@ -186,21 +205,26 @@ class Saver:
         found = shm.slot_states(self._folder, self._name.member)
         return [states for rank, states in found.items() if rank != self._name.rank]
 
-    def _split(self, leaves: Sequence[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
-        """What has to be copied now, and what only an optimizer's step will change."""
-        if not self._overlap:
-            return list(leaves), []
-        governed = gate.governed_storages()
+    def _split(self, captured: Capture, slot: Slot) -> tuple[list[Leaf], list[Leaf], list[Leaf]]:
+        """What has to be copied now, what only an optimizer's step will change, and what is in the slot already."""
+        governed = gate.governed_storages() if self._overlap or captured.frozen else set()
         now: list[Leaf] = []
         later: list[Leaf] = []
-        for leaf in leaves:
-            waits = (
-                leaf.entry.nbytes > snapshot.SMALL_BYTES
-                and leaf.tensor.untyped_storage().data_ptr() in governed
-                and leaf.entry.name not in self._restless
-            )
-            (later if waits else now).append(leaf)
-        return now, later
+        kept: list[Leaf] = []
+        for leaf in captured.stored:
+            entry = leaf.entry
+            if entry.nbytes <= snapshot.SMALL_BYTES or entry.name in self._restless:
+                now.append(leaf)
+                continue
+            is_governed = bool(governed) and leaf.tensor.untyped_storage().data_ptr() in governed
+            is_frozen = entry.name in captured.frozen and not is_governed
+            if is_frozen and _is_there(slot, entry):
+                kept.append(leaf)
+            elif self._overlap and (is_governed or is_frozen):
+                later.append(leaf)
+            else:
+                now.append(leaf)
+        return now, later, kept
 
     def _tell_exposed(self, held: list[Version], going: Version | None) -> None:
         """While a slot is copied away, the newest step is overwritten in the other: until the seal, memory falls back further than one step."""
@@ -234,6 +258,7 @@ class Saver:
     def _finish(self, job: Job) -> None:
         job.copy.copy(job.later)
         job.copied.set()
+        job.copy.keep(job.kept)
         job.copy.hash_rest()
         self._name_moved(job)
         header = layout.with_digests(job.header, job.copy.digests)
@@ -253,3 +278,9 @@ class Saver:
     def _tell(self, kind: Kind, version: Version, **fields: str | float) -> None:
         lineage, step = version
         self._events.emit(msgspec.convert({"kind": kind, "lineage": lineage, "step": step, **fields}, Event))
+
+
+def _is_there(slot: Slot, entry: TensorEntry) -> bool:
+    """Whether the slot holds bytes for just this tensor from an earlier save of this process."""
+    held = slot.written.get(entry.name)
+    return held is not None and (held.offsets, held.dtype, held.shape) == (entry.offsets, entry.dtype, entry.shape)

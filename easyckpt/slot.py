@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import sys
 from pathlib import Path
 
 from easyckpt import layout, memory, shm
-from easyckpt.layout import SegmentHeader, Version
+from easyckpt.layout import SegmentHeader, TensorEntry, Version
 
 
 class Slot:
@@ -27,6 +28,9 @@ class Slot:
         self._fd = -1
         self._memory: mmap.mmap | None = None
         self._touched = False
+        self._registered = False
+        self.written: dict[str, TensorEntry] = {}
+        """What this process sealed here last, by name: bytes that are still there when they need not be copied again."""
 
     @property
     def nbytes(self) -> int:
@@ -74,6 +78,7 @@ class Slot:
         """Maps every page now, outside the interpreter's lock, so that no save pays for a page fault."""
         if not self._touched:
             self._touched = memory.touch(self.address, self.nbytes, write=True)
+            self._register()
 
     @property
     def address(self) -> int:
@@ -105,10 +110,16 @@ class Slot:
         os.pwrite(self._fd, prefix[8:], 8)
         os.pwrite(self._fd, prefix[:8], 0)
         self.version = header.version
+        self.written = {entry.name: entry for entry in header.tensors}
 
     def close(self) -> None:
         """Lets go of the file, which stays."""
         if self._memory is not None:
+            if self._registered:
+                from easyckpt import cuda
+
+                cuda.unregister(self.address)
+                self._registered = False
             # After an error its frames may still hold a view: the mapping then ends with them.
             with contextlib.suppress(BufferError):
                 self._memory.close()
@@ -147,6 +158,14 @@ class Slot:
             raise
         self._map()
 
+    def _register(self) -> None:
+        """Where CUDA is in use: device copies go straight into these pages."""
+        if "torch" in sys.modules and not self._registered:
+            from easyckpt import cuda
+
+            self._registered = cuda.register(self.address, self.nbytes)
+
     def _map(self) -> None:
+        self.written = {}
         self._memory = mmap.mmap(self._fd, self.nbytes)
         self._touched = False

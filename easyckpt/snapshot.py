@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from easyckpt import gate, memory, tree
+from easyckpt.cuda import Lane
 from easyckpt.digest import TensorDigest, TensorHash, digest_tensor
 from easyckpt.errors import Unsupported
 from easyckpt.layout import DTYPES, TensorEntry, place
@@ -42,6 +43,8 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True):
     """Theirs, in the same order."""
     extra: Any
     """The rest, as JSON."""
+    frozen: frozenset[str] = frozenset()
+    """Names of parameters that take no gradient: nothing is expected to change them."""
 
     @property
     def leaves(self) -> list[Leaf]:
@@ -58,6 +61,8 @@ def capture(state: Any, before: Capture | None = None) -> Capture:
     tensors: dict[str, torch.Tensor] = {}
     entries: list[TensorEntry] = []
     seen: dict[tuple[Any, ...], str] = {}
+    still: set[int] = set()
+    """Memory of parameters that take no gradient."""
 
     def leaf(path: tree.Path, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -74,15 +79,19 @@ def capture(state: Any, before: Capture | None = None) -> Capture:
             return tree.TensorAt(name)
         if isinstance(value, torch.optim.Optimizer):
             gate.knows(value)
+        elif isinstance(value, torch.nn.Module):
+            still.update(_address(parameter) for parameter in value.parameters() if not parameter.requires_grad)
         return value.state_dict() if is_stateful(value) else value
 
     extra = tree.encode(state, leaf)
-    if before is not None and len(entries) == len(known) and all(known.get(entry.name) is entry for entry in entries):
-        return Capture(
-            entries=before.entries, tensors=tuple(tensors[entry.name] for entry in before.entries), extra=extra
-        )
-    placed = place(entries)
-    return Capture(entries=placed, tensors=tuple(tensors[entry.name] for entry in placed), extra=extra)
+    frozen = frozenset(name for name, tensor in tensors.items() if still and _address(tensor) in still)
+    is_same = before is not None and len(entries) == len(known) and all(known.get(one.name) is one for one in entries)
+    placed = before.entries if before is not None and is_same else place(entries)
+    return Capture(entries=placed, tensors=tuple(tensors[entry.name] for entry in placed), extra=extra, frozen=frozen)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return gate.local_part(tensor).untyped_storage().data_ptr()
 
 
 def is_stateful(value: Any) -> bool:
@@ -177,7 +186,9 @@ def view_at(block: memoryview, entry: TensorEntry) -> torch.Tensor:
 class Copy:
     """Moves captured tensors into the memory of one claimed slot and hashes them."""
 
-    def __init__(self, block: memoryview) -> None:
+    def __init__(self, block: memoryview, lane: Lane | None = None) -> None:
+        self._lane = lane
+        self._started = False
         self._memory = block
         self._address = memory.address_of(block)
         self._unhashed: list[Leaf] = []
@@ -192,15 +203,33 @@ class Copy:
                 self.copy_only([leaf])
             else:
                 self._copy_and_hash(leaf)
+        self.finish()
 
     def copy_only(self, leaves: Sequence[Leaf]) -> None:
+        """Only starts the copies of device memory: `finish` ends them."""
         for leaf in leaves:
             begin, end = leaf.entry.offsets
             if is_plain_memory(leaf.tensor):
                 memory.copy(self._address + begin, leaf.tensor.data_ptr(), end - begin)
             elif end > begin:
-                view_at(self._memory, leaf.entry).copy_(leaf.tensor)
+                view = view_at(self._memory, leaf.entry)
+                if self._lane is not None and leaf.tensor.is_cuda:
+                    self._lane.copy(view, leaf.tensor)
+                    self._started = True
+                else:
+                    view.copy_(leaf.tensor)
         self._unhashed.extend(leaves)
+
+    def finish(self) -> None:
+        """Until all that was started is there."""
+        if self._lane is not None and self._started:
+            self._lane.finish()
+            self._started = False
+
+    def keep(self, leaves: Sequence[Leaf]) -> None:
+        """Takes for copied what the slot holds from an earlier save, and hashes the tensors themselves, to see whether they are still that."""
+        for leaf in leaves:
+            self.digests[leaf.entry.name] = source_digest(leaf.tensor)
 
     def hash_rest(self) -> None:
         for leaf in self._unhashed:

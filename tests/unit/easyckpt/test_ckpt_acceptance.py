@@ -1,0 +1,246 @@
+"""What goes wrong for users of other engines, and must not here. Cases that another file proves are not repeated."""
+
+import os
+import re
+import resource
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import easyckpt
+from easyckpt import Checkpointer, memory, shm
+from easyckpt.errors import NoRoom, SaveFailed
+from easyckpt.storage import FolderStorage
+
+
+@pytest.fixture
+def engine(folder):
+    made = []
+
+    def make(storage=None, **fields):
+        made.append(Checkpointer(storage, **{"folder": folder, **fields}))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def wait_for(condition, seconds=30.0):
+    give_up_at = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+
+
+def filled(value, size=30_000):
+    return {"w": torch.full((size,), float(value)), "t": torch.tensor(float(value)), "step": value}
+
+
+def is_of(state, step):
+    return state["step"] == step and state["t"].item() == step and state["w"].unique().tolist() == [float(step)]
+
+
+def test_memory_unlinked_from_under_us_is_noticed_and_the_next_tier_is_taken(engine, folder, tmp_path):
+    """By a cleaner of /dev/shm: the restore comes from storage, the next save makes its memory anew and says so."""
+    checkpointer = engine(tmp_path)
+    checkpointer.save(1, filled(1))
+    checkpointer.wait()
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    state = filled(0)
+    assert checkpointer.restore(state).tier == "storage"
+    assert is_of(state, 1)
+    assert checkpointer.save(2, filled(2))
+    checkpointer.wait()
+    assert checkpointer.events.counts["segment_lost"] >= 1
+    assert checkpointer.restore(state).tier == "shm"
+    assert is_of(state, 2)
+
+
+def test_saves_to_memory_go_on_while_a_flush_hangs_and_neither_is_lost_or_mixed(engine, folder, tmp_path, monkeypatch):
+    """The helper is stopped in the middle of its flush: saves use the other slot; let go, it commits that very step, then the newest."""
+    checkpointer = engine(tmp_path)
+    checkpointer.save(1, filled(1))
+    checkpointer.wait()
+    helper = checkpointer._sidecar.pid
+    os.kill(helper, signal.SIGSTOP)
+    pin = shm.pin(next(folder.glob("*.s0.safetensors")), helper, deadline=600)  # as its flush would hold it
+    for step in range(2, 7):
+        assert checkpointer.save(step, filled(step))
+        checkpointer.ready()
+    state = filled(0)
+    assert checkpointer.restore(state).step == 6
+    assert is_of(state, 6)
+    shm.unpin(pin)
+    os.kill(helper, signal.SIGCONT)
+    checkpointer.wait()
+    counts = checkpointer.events.counts
+    assert counts["save_skipped"] == 0
+    assert counts["save_exposed"] >= 3
+    assert counts["flush_committed"] + counts["flush_superseded"] == 6
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    assert checkpointer.restore(state).step == 6
+    assert is_of(state, 6)
+
+
+def test_a_new_engine_in_the_same_process_takes_nothing_of_an_old_save_for_its_own(engine, folder, tmp_path):
+    """After an abort the old engine is left open with a failure waiting; the new one neither raises it nor counts its flushes."""
+    old = engine(tmp_path)
+    old.save(1, filled(1))
+    old.wait()
+    old._fail(RuntimeError("of the old save"))
+    new = engine(tmp_path)
+    state = filled(0)
+    assert new.restore(state).step == 1
+    assert new.save(2, filled(2))
+    new.wait()
+    assert new.newest.step == 2
+    assert new.events.counts["flush_committed"] == 1
+    with pytest.raises(SaveFailed, match="of the old save"):
+        old.wait()
+
+
+def test_memory_is_bounded_by_two_copies_and_refused_before_it_is_taken(engine, folder, monkeypatch):
+    """Segments take twice the state and no more; a limit of the control group below the need refuses the save, and the old ones stay."""
+    checkpointer = engine()
+    state = {"w": torch.ones(3 << 20)}
+    for step in range(1, 6):
+        checkpointer.save(step, state)
+    checkpointer.wait()
+    used = sum(path.stat().st_blocks * 512 for path in folder.glob("*"))
+    assert used <= 2.05 * state["w"].nbytes
+    monkeypatch.setattr(shm, "free_bytes", lambda _fd: 1 << 20)
+    with pytest.raises(NoRoom, match="shm-size"):
+        checkpointer.save(6, {"w": torch.ones(4 << 20)})
+    monkeypatch.undo()
+    assert checkpointer.restore(state).step == 5
+
+
+def test_a_low_limit_of_descriptors_is_no_limit_of_tensors(engine):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    open_now = len(os.listdir("/proc/self/fd"))
+    state = {str(index): torch.full((2,), float(index)) for index in range(3000)}
+    checkpointer = engine()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + 16, hard))
+    try:
+        checkpointer.save(1, state)
+        checkpointer.wait()
+        checkpointer.restore(state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+class Counting(FolderStorage):
+    """A storage that counts who asks it anything."""
+
+    def __init__(self, root):
+        super().__init__(root)
+        self.calls = []
+
+    def __getattribute__(self, name):
+        if name in ("write_shard", "commit", "folders", "read_manifest", "open_shard", "delete", "age_seconds"):
+            object.__getattribute__(self, "calls").append(name)
+        return super().__getattribute__(name)
+
+
+def test_only_one_process_touches_storage_and_no_rank_polls_for_anothers_file(engine, tmp_path):
+    """Saving never reads or writes storage from a training process, and ranks other than the first have no helper."""
+    ranks = [engine(tmp_path, rank=rank, ranks=2) for rank in (0, 1)]
+    storages = []
+    for one in ranks:
+        one.restore(filled(0))
+        one._storage = Counting(tmp_path)
+        storages.append(one._storage)
+        one._saves = 1  # what was there before is known
+    for step in range(1, 5):
+        for one in ranks:
+            one.save(step, filled(step))
+    for one in ranks:
+        one.wait()
+    assert [storage.calls for storage in storages] == [[], []]
+    assert ranks[1]._sidecar is None
+    assert ranks[0].events.counts["flush_committed"] >= 1
+
+
+def test_frozen_parameters_are_copied_once_for_each_slot_and_proven_in_every_save(engine, folder, monkeypatch):
+    """A frozen base with a small trained part: from the third save on only the part is copied, and each snapshot is whole all the same."""
+    base, adapter = nn.Linear(400, 400), nn.Linear(400, 60)
+    base.requires_grad_(False)
+    model = nn.Sequential(base, adapter)
+    optimizer = torch.optim.SGD(adapter.parameters(), lr=0.1)
+    checkpointer = engine()
+    moved = []
+    copy = memory.copy
+
+    def watch(target, source, nbytes):
+        moved[-1] += nbytes
+        copy(target, source, nbytes)
+
+    monkeypatch.setattr(memory, "copy", watch)
+    for step in range(1, 6):
+        moved.append(0)
+        model(torch.randn(2, 400)).sum().backward()
+        optimizer.step()
+        checkpointer.save(step, {"model": model, "optimizer": optimizer, "step": step})
+        checkpointer.wait()
+    checkpointer.wait()
+    assert moved[0] > base.weight.nbytes
+    assert max(moved[2:]) < adapter.weight.nbytes + 10_000
+    for segment in shm.scan(folder):
+        shm.verify(segment.path)
+    _, loaded = checkpointer.load()
+    assert torch.equal(loaded["model"]["0.weight"], base.weight)
+    assert torch.equal(loaded["model"]["1.weight"], adapter.weight)
+    with torch.no_grad():
+        base.weight.add_(1)
+    checkpointer.save(6, {"model": model, "optimizer": optimizer, "step": 6})
+    with pytest.raises(SaveFailed, match=r"model/0\.weight"):
+        checkpointer.wait()
+    checkpointer.save(7, {"model": model, "optimizer": optimizer, "step": 7})
+    checkpointer.wait()
+    assert torch.equal(checkpointer.load()[1]["model"]["0.weight"], base.weight)
+
+
+def test_nothing_executable_is_written_or_read():
+    """No module of the engine unpickles, evaluates or imports by a name that it read; the one that reads DCP's own format allows named types only."""
+    for path in Path(easyckpt.__file__).parent.rglob("*.py"):
+        text = path.read_text()
+        found = set(re.findall(r"(?:import|from) (pickle|marshal|shelve)|\b(eval|exec|__import__)\(", text))
+        assert found <= ({("pickle", "")} if path.name == "interchange.py" else set()), path
+
+
+def test_a_segment_that_asks_for_code_holds_only_text(engine, folder):
+    """What looks like a reference to a class comes back as the dict it is."""
+    evil = {
+        "$object": {"module": "os", "name": "system", "args": ["true"]},
+        "$tensor": "w",
+        "__reduce__": ["os.system"],
+    }
+    checkpointer = engine()
+    checkpointer.save(1, {"w": torch.ones(2), "x": evil})
+    assert checkpointer.load()[1]["x"] == evil
+
+
+@pytest.mark.long
+def test_one_tensor_of_more_than_four_gibibytes(engine, tmp_path):
+    """Through memory, storage and back: no call is trusted to move more than 2 GiB at once, no offset has 32 bits."""
+    size = (1 << 30) + 12_345
+    state = {"w": torch.full((size,), 1.0)}
+    state["w"][-1] = 7.0
+    state["w"][1 << 29] = 5.0
+    checkpointer = engine(tmp_path, slots=1, mode="copy")
+    checkpointer.save(1, state)
+    checkpointer.wait()
+    for path in checkpointer.folder.glob("*.safetensors"):
+        path.unlink()
+    state["w"].zero_()
+    assert checkpointer.restore(state).tier == "storage"
+    assert state["w"][-1] == 7.0
+    assert state["w"][1 << 29] == 5.0
+    assert state["w"].double().sum() == size + 6 + 4
