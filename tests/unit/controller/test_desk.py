@@ -105,6 +105,21 @@ async def test_a_question_is_held_until_there_is_an_answer(tmp_path):
         assert type(word).__name__ == "Compute"
 
 
+async def test_nothing_is_said_before_the_records_it_rests_on_are_durable(tmp_path):
+    """With a disk that takes its time the member is told to wait, not what the records say."""
+    ledger = Ledger.open(tmp_path)
+    settings = small_settings(n_init=1)
+    ledger.begin(Began(rows=50, rows_digest="", rules="", seed=0, shuffle=True, n_generation=2, batch_samples=4))
+    desk = Desk(settings, ledger, SimRows(), boot="0")
+    try:
+        assert isinstance(await desk.turn(turn(Fresh())), Wait)
+        writer = asyncio.create_task(ledger.run())
+        assert isinstance(await desk.turn(turn(Fresh())), Begin)
+        writer.cancel()
+    finally:
+        ledger.close()
+
+
 async def test_a_full_disk_answers_wait_and_takes_nothing_in(tmp_path):
     """Members are told to wait and why, completions are sent again, the pulse has a finding; with space it all goes on."""
     async with a_desk(tmp_path) as desk:

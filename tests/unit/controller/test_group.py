@@ -190,6 +190,36 @@ def test_a_vote_of_a_past_epoch_does_not_count():
     assert {share.number for share in word.shares} == set(arena.account.assignment[P0]) - set(voter.stage.shares)
 
 
+def test_a_vote_on_another_state_does_not_count():
+    """Who votes with a state that is not the head's would apply the sum to other weights: it is sent back instead."""
+    arena = arena_computing()
+    both_reduce(arena)
+    step = arena.account.head.step
+    arena.collective(arena.account.epoch.number)
+    arena.ask(P0, lose_reply=True)
+    wrong = msgspec.structs.replace(arena.members[P1].turn(), chain="another")
+    arena.group.hear(wrong, arena.now)
+    assert arena.account.head.step == step
+    assert isinstance(arena.group.word(wrong, arena.now), Leave)
+
+
+def test_a_vote_with_another_sum_than_the_committed_one_is_not_answered_committed():
+    """A member that was cut off voted in its own epoch; the others have committed another sum since."""
+    arena = arena_computing()
+    both_reduce(arena)
+    arena.collective(arena.account.epoch.number)
+    late = arena.members[P1].turn()
+    arena.propose(P1, arena.account.epoch.number)
+    step = arena.account.head.step
+    arena.run_until(lambda: arena.account.head.step == step + 1, restarts=False, rollouts=False)
+    other_epoch = arena.group.word(late, arena.now)
+    other_sum = msgspec.structs.replace(
+        late, stage=msgspec.structs.replace(late.stage, epoch=arena.account.commits[step + 1].epoch, digest="other")
+    )
+    assert isinstance(other_epoch, Leave)
+    assert isinstance(arena.group.word(other_sum, arena.now), Leave)
+
+
 # -- deaths -------------------------------------------------------------------------------------------------------------
 
 
@@ -544,6 +574,26 @@ def test_the_best_candidate_of_all_members_is_restored():
     assert isinstance(tell(arena, other), Wait)
     word = tell(arena, holder)
     assert word == Restore(version=newest, lineage=arena.account.head.lineage)
+
+
+def test_a_founder_that_was_on_its_way_from_an_earlier_word_is_not_waited_for():
+    """Chosen by its last message while it rehearsed, it comes back without state: it is sent to show its candidates again."""
+    arena = arena_at(3)
+    arena.kill(P1)
+    arena.notify()
+    arena.pass_time(arena.settings.master_silence_seconds + 0.1)
+    arena.restart(P1)
+    arena.ask(P1)
+    assert isinstance(arena.members[P1].busy, Rehearse)
+    arena.kill(P0)
+    arena.notify()
+    arena.pass_time(arena.settings.master_silence_seconds + 0.1)
+    arena.pass_time(arena.settings.gather_seconds)
+    assert arena.group.founder is not None
+    assert arena.group.founder.member == P1
+    arena.work(P1)
+    assert isinstance(tell(arena, P1), Leave)
+    arena.run_until(lambda: arena.account.epoch.members == (P1,), restarts=False)
 
 
 def test_a_candidate_that_cannot_be_read_gives_way_to_the_next():

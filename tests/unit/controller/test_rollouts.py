@@ -160,6 +160,16 @@ def test_a_lease_passes_on_when_its_deadline_passes_and_lives_while_it_is_renewe
     assert bench.lease(holding=[lease], capacity=0).dropped == (lease.lease_id,)
 
 
+def test_an_older_lease_of_the_same_worker_is_no_longer_its_own():
+    """Leased again after its deadline, to the same worker even, a sample has one lease that counts."""
+    bench = Bench(prompt_lease_seconds=10.0)
+    (lease,) = bench.lease().leases
+    bench.now += 11.0
+    bench.rollouts.tick(bench.now)
+    (again,) = bench.lease().leases
+    assert bench.lease(holding=[lease, again], capacity=0).dropped == (lease.lease_id,)
+
+
 def test_an_expired_lease_that_nobody_took_is_simply_renewed():
     """A slow worker that comes back in time for its sample keeps it."""
     bench = Bench(prompt_lease_seconds=10.0)
