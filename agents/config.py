@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -12,6 +13,7 @@ from aimaster.wire.places import RunPlaces
 from aimaster.wire.topology import JobPlan
 
 ENV_PREFIX = "AIMASTER_AGENT__"
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +37,21 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """How long members may take to stop when the front process is gone."""
 
 
+class Sight(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the agent's eyes look. Each is set by AIMASTER_AGENT__NAME in capitals."""
+
+    kernel_log: str = ""
+    """A path, `journal` or `none`; empty: /dev/kmsg, else a log file, else the journal."""
+    sys_root: str = "/sys"
+    """The kernel's tree of devices, where the host's is mounted elsewhere."""
+    cgroup_root: str = "/sys/fs/cgroup"
+    """The control groups."""
+    call_seconds: float = 10.0
+    """A call of NVML, or of a network file system, that takes longer hangs."""
+    clock_seconds: float = 30.0
+    """Between two comparisons of the clock with the master's."""
+
+
 class Keeping(msgspec.Struct, frozen=True, kw_only=True):
     """How snapshots are kept on storage and at the peer."""
 
@@ -50,11 +67,22 @@ class Keeping(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_pace(environment: Mapping[str, str]) -> Pace:
     """Defaults, overridden by the environment; raises msgspec.ValidationError with the name that is wrong."""
+    return _read(environment, Pace)
+
+
+def read_sight(environment: Mapping[str, str]) -> Sight:
+    """The same for where to look."""
+    return _read(environment, Sight)
+
+
+def _read(environment: Mapping[str, str], kind: type[T]) -> T:
     given = {name[len(ENV_PREFIX) :].lower(): text for name, text in environment.items() if name.startswith(ENV_PREFIX)}
-    unknown = sorted(set(given) - {field.name for field in msgspec.structs.fields(Pace)})
+    known = {field.name for one in (Pace, Sight) for field in msgspec.structs.fields(one)}
+    unknown = sorted(set(given) - known)
     if unknown:
         raise msgspec.ValidationError(f"no setting {ENV_PREFIX}{unknown[0].upper()}; see `aimaster-agent --help`")
-    return msgspec.convert(given, Pace, strict=False)
+    own = {field.name for field in msgspec.structs.fields(kind)}
+    return msgspec.convert({name: text for name, text in given.items() if name in own}, kind, strict=False)
 
 
 def read_plan(places: RunPlaces) -> JobPlan:

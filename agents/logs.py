@@ -79,6 +79,8 @@ class LogWatch:
 
     def __init__(self, node: NodeId, catalogue: Catalogue, report: Callable[[AgentEvent, float], None]) -> None:
         self.bytes_read = 0
+        self.events: dict[tuple[str, str], int] = {}
+        """Statements of signs told while the member ran, by category and role."""
         self._node = node
         self._catalogue = catalogue
         self._report = report
@@ -103,6 +105,8 @@ class LogWatch:
             if finding.sign in log.told or finding.weight < NEWS_WEIGHT or finding.role == "benign":
                 continue
             log.told.add(finding.sign)
+            key = (finding.category, finding.role)
+            self.events[key] = self.events.get(key, 0) + 1
             self._report(Found(finding=finding), now)
 
     def exit_report(self, member: Member, exit_code: int | None, number: int | None, at: float) -> MemberExited:

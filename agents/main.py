@@ -29,13 +29,14 @@ def main(run_dir: Path, node: str, host: str, port: int, front_pid: int | None, 
 
     import msgspec
 
-    from agents.config import read_keeping, read_pace, read_plan
+    from agents.config import read_keeping, read_pace, read_plan, read_sight
     from aimaster.wire.ids import NodeId
     from aimaster.wire.places import RunPlaces
 
     run = RunPlaces(run_dir.resolve())
     try:
         plan, pace, keeping = read_plan(run), read_pace(os.environ), read_keeping(run)
+        sight = read_sight(os.environ)
     except (OSError, msgspec.MsgspecError) as error:
         raise click.UsageError(
             f"{error}; --run-dir must be the folder of a run that `aimaster run` has planned"
@@ -46,7 +47,7 @@ def main(run_dir: Path, node: str, host: str, port: int, front_pid: int | None, 
     if once:
         from agents.once import look, render
 
-        seen = look(run, name, plan)
+        seen = look(run, name, plan, sight)
         click.echo(msgspec.json.format(msgspec.json.encode(seen)).decode() if as_json else render(seen))
         return
     from agents.node import Node, TakenError
@@ -55,7 +56,7 @@ def main(run_dir: Path, node: str, host: str, port: int, front_pid: int | None, 
     from aimaster.telemetry.tokens import TokenFileError
 
     set_up_logs(node=node)
-    agent = Node(run, name, plan, pace=pace, keeping=keeping, front=find_front(front_pid))
+    agent = Node(run, name, plan, pace=pace, sight=sight, keeping=keeping, front=find_front(front_pid))
     try:
         asyncio.run(agent.serve(host, port))
     except TakenError as error:

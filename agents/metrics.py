@@ -6,9 +6,11 @@ from typing import TypeVar
 
 import msgspec
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from agents import machine_metrics
+from agents.machine_metrics import counter as _counter
+from agents.machine_metrics import gauge as _gauge
 from aimaster.wire.checkpoint import SnapshotPlace
 from aimaster.wire.health import Reading
 from aimaster.wire.messages import MemberPicture
@@ -35,6 +37,15 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     flush_seconds: float
     copies: dict[str, int]
     readings: tuple[Reading, ...]
+    unsupported: dict[str, str]
+    active: tuple[str, ...]
+    sensor_seconds: dict[str, float]
+    found: dict[tuple[str, str], int]
+    """Findings of the machine, by category and severity."""
+    xids: dict[tuple[str, str], int]
+    """By GPU and code."""
+    log_events: dict[tuple[str, str], int]
+    """Statements of signs in the members' logs, by category and role."""
 
 
 _HOST_GAUGES = {
@@ -55,6 +66,12 @@ class _Collector:
         yield from _flow(state)
         yield from _snapshots(state)
         yield from _host(state)
+        yield from machine_metrics.gpus(state.readings, state.xids)
+        yield from machine_metrics.ports(state.readings)
+        yield from machine_metrics.host(state.readings)
+        yield from machine_metrics.sensors(state.readings, state.active, state.unsupported, state.sensor_seconds)
+        yield _counter("aimaster_node_findings", "Findings told.", ("category", "severity"), state.found.items())
+        yield _counter("aimaster_node_log_events", "Signs in logs.", ("category", "role"), state.log_events.items())
 
     def describe(self) -> Iterable[Metric]:
         return []
@@ -139,17 +156,3 @@ def _host(state: NodeState) -> Iterator[Metric]:
 
 def _keyed(values: Mapping[str, V]) -> Iterable[tuple[tuple[str, ...], V]]:
     return [((key,), value) for key, value in values.items()]
-
-
-def _gauge(name: str, text: str, labels: tuple[str, ...], values: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=labels)
-    for key, value in sorted(values):
-        family.add_metric(key, value)
-    return family
-
-
-def _counter(name: str, text: str, labels: tuple[str, ...], values: Iterable[tuple[tuple[str, ...], int]]) -> Metric:
-    family = CounterMetricFamily(name, text, labels=labels)
-    for key, value in sorted(values):
-        family.add_metric(key, value)
-    return family

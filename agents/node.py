@@ -11,7 +11,7 @@ import fcntl
 import os
 import signal
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import aiohttp
@@ -19,31 +19,36 @@ import msgspec
 import structlog
 
 from agents import metrics, shim
-from agents.config import Keeping, Pace
+from agents.config import Keeping, Pace, Sight
 from agents.endpoints import Endpoints
 from agents.hangs import HangWatch
 from agents.keeper import Keeper
-from agents.link import Link
-from agents.logs import LogWatch
+from agents.link import Link, find_master
+from agents.logs import MOST_FINDINGS, LogWatch
+from agents.machine import MachineWatch
 from agents.member import Member
 from agents.notices import tell_controller
 from agents.orders import Orders
 from agents.outbox import Outbox
 from agents.peers import Peers
-from agents.rules.host import room_findings
-from agents.sensors.host import HostSensor
-from agents.sensors.process import ProcessSensor, identify
+from agents.sensors.all import Sensors
+from agents.sensors.clock import ClockBounds
+from agents.sensors.process import identify
 from agents.sensors.reader import SensorReader
 from agents.trainer import RefusedError, Trainer
 from aimaster import catalogue
 from aimaster.telemetry.tokens import read_tokens
 from aimaster.wire import PROTOCOL_VERSION, places
+from aimaster.wire.health import Reading
 from aimaster.wire.ids import MemberId, NodeId
-from aimaster.wire.messages import AgentEvent, DeathNotice, Found, Hello, MemberExited, MemberPicture, Pulse
+from aimaster.wire.messages import AgentEvent, DeathNotice, Hello, MemberExited, MemberPicture, Pulse
 from aimaster.wire.places import RunPlaces
 from aimaster.wire.topology import JobPlan, ProcessId
 
 DRAIN_SECONDS = 3.0
+CAUSE_SECONDS = 0.1
+"""How long a death may wait for the kernel's word on it."""
+CLOCK_ANSWER_SECONDS = 5.0
 CONTROLLER_ROLE = "controller"
 log = structlog.get_logger()
 
@@ -56,12 +61,21 @@ class Node:
     """One node's agent."""
 
     def __init__(
-        self, run: RunPlaces, node: NodeId, plan: JobPlan, *, pace: Pace, keeping: Keeping, front: ProcessId | None
+        self,
+        run: RunPlaces,
+        node: NodeId,
+        plan: JobPlan,
+        *,
+        pace: Pace,
+        sight: Sight,
+        keeping: Keeping,
+        front: ProcessId | None,
     ) -> None:
         self.name = node
         self._run = run
         self._plan = plan
         self._pace = pace
+        self._sight = sight
         self._keeping = keeping
         self._front = front
         self._folder = run.node(node)
@@ -73,7 +87,6 @@ class Node:
         self._remove_memory = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._deaths: dict[tuple[str, bool], int] = {}
-        self._told: set[str] = set()
 
     async def serve(self, host: str = "127.0.0.1", port: int = 0) -> None:
         """Run until told to end. Raises TakenError when another agent holds this node."""
@@ -98,7 +111,8 @@ class Node:
         self._keeper.open()
         self._peers = Peers(self.name, self._keeper, self._keeping, self._run.token, session, self.report)
         self._hangs = HangWatch(self._memory, pace=self._pace, report=self.report, spawn=self._spawn)
-        self._logs = LogWatch(self.name, catalogue.load(), self.report)
+        signs = catalogue.load()
+        self._logs = LogWatch(self.name, signs, self.report)
         self._trainer = Trainer(
             self._run, self._plan.run_id, self.name,
             pace=self._pace, front=self._front, report=self.report, observer=self, spawn=self._spawn,
@@ -107,16 +121,17 @@ class Node:
         self._endpoints = Endpoints(
             self, self._keeper, self._peers, read_tokens(self._run.token), metrics.registry(self.state)
         )
-        self._sensors = SensorReader(
-            [
-                HostSensor(
-                    self.name,
-                    {"run": self._run.run, "memory": self._memory, "storage": self._run.storage},
-                    self._pace.sensor_seconds,
-                ),
-                ProcessSensor(self.name, self._pids, self._pace.sensor_seconds),
-            ]
+        self._eyes = Sensors(
+            self.name,
+            {"run": self._run.run, "memory": self._memory, "storage": self._run.storage},
+            self._pids,
+            sight=self._sight,
+            interval_seconds=self._pace.sensor_seconds,
         )
+        self._machine = MachineWatch(self.name, signs, report=self.report, trees=lambda: self._eyes.process.trees)
+        self._clock = ClockBounds(self.name)
+        self._loop = asyncio.get_running_loop()
+        self._sensors = SensorReader(self._eyes.row, self._hand_on)
         self._link = Link(
             self._run, self.name, self._outbox,
             pace=self._pace, session=session, hello=self._hello, pulse=self._pulse,
@@ -130,7 +145,7 @@ class Node:
             self._sensors.start()
             self._spawn("link to master", self._link.run())
             self._spawn("watch members", self._watch_members())
-            self._spawn("watch the machine", self._watch_machine())
+            self._spawn("watch the clock", self._watch_clock())
             self._spawn("flush", self._keeper.flush_forever())
             self._spawn("copy to peer", self._peers.copy_forever())
             if self._front is not None:
@@ -147,6 +162,7 @@ class Node:
 
     async def _close(self) -> None:
         self._sensors.close()
+        self._eyes.close()
         self._trainer.close()
         self._keeper.close()
         await self._endpoints.close()
@@ -186,6 +202,10 @@ class Node:
     def exit_report(self, member: Member, exit_code: int | None, number: int | None, at: float) -> MemberExited:
         self._hangs.remove(member)
         event = self._logs.exit_report(member, exit_code, number, at)
+        if not event.expected and member.process is not None:
+            pids = self._eyes.process.trees.get(member.name, frozenset()) | {member.process.pid}
+            seen = self._machine.explain(member.name, pids, at)
+            event = msgspec.structs.replace(event, findings=(*event.findings, *seen)[-MOST_FINDINGS:])
         key = (member.spec.role, event.expected)
         self._deaths[key] = self._deaths.get(key, 0) + 1
         return event
@@ -199,15 +219,33 @@ class Node:
             self._endpoints.turning.turn()
             await asyncio.sleep(self._pace.progress_seconds)
 
-    async def _watch_machine(self) -> None:
-        """Each trouble is told once for as long as it lasts."""
+    def _hand_on(self, readings: Sequence[Reading]) -> None:
+        self._from_thread(lambda: self._machine.take(readings))
+
+    def _from_thread(self, call: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody is left to judge
+            self._loop.call_soon_threadsafe(call)
+
+    async def look_for_cause(self) -> None:
+        """Let the sensors that may know why a process was killed read now."""
+        done = asyncio.Event()
+        self._sensors.look_now(lambda: self._from_thread(done.set))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(done.wait(), CAUSE_SECONDS)
+
+    async def _watch_clock(self) -> None:
+        """Ask the master for its time now and then; one that does not answer tells nothing."""
         while True:
-            findings = {finding.id: finding for finding in room_findings(self._sensors.newest())}
-            for name, finding in findings.items():
-                if name not in self._told:
-                    self.report(Found(finding=finding), time.time())
-            self._told = set(findings)
-            await asyncio.sleep(self._pace.sensor_seconds)
+            url = find_master(self._run)
+            if url is not None:
+                asked_at = time.time()
+                with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+                    limit = aiohttp.ClientTimeout(total=CLOCK_ANSWER_SECONDS)
+                    async with self._session.get(f"{url}/healthz", timeout=limit) as answer:
+                        reading = self._clock.hear(answer.headers.get("Date", ""), asked_at, time.time())
+                        if reading is not None:
+                            self._machine.take((reading,))
+            await asyncio.sleep(self._sight.clock_seconds)
 
     async def _watch_front(self, front: ProcessId) -> None:
         gone = asyncio.Event()
@@ -264,6 +302,10 @@ class Node:
     def _pids(self) -> dict[str, int]:
         return {name: one.process.pid for name, one in list(self._trainer.members.items()) if one.alive and one.process}
 
+    def _readings(self) -> tuple[Reading, ...]:
+        clock = self._clock.reading
+        return self._sensors.newest() + (() if clock is None else (clock,))
+
     def _hello(self) -> Hello:
         return Hello(
             protocol=PROTOCOL_VERSION,
@@ -278,7 +320,7 @@ class Node:
 
     def _pulse(self) -> Pulse:
         return Pulse(
-            at=time.time(), members=self.pictures(), snapshots=self._keeper.places(), readings=self._sensors.newest()
+            at=time.time(), members=self.pictures(), snapshots=self._keeper.places(), readings=self._readings()
         )
 
     def describe(self) -> dict[str, object]:
@@ -314,7 +356,13 @@ class Node:
             flushes=dict(self._keeper.flushes),
             flush_seconds=self._keeper.flush_seconds,
             copies=dict(self._peers.copies),
-            readings=self._sensors.newest(),
+            readings=self._readings(),
+            unsupported=dict(self._sensors.unsupported),
+            active=self._sensors.active,
+            sensor_seconds=dict(self._sensors.seconds),
+            found=dict(self._machine.told),
+            xids=dict(self._machine.xids),
+            log_events=dict(self._logs.events),
         )
 
 

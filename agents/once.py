@@ -5,9 +5,9 @@ from pathlib import Path
 
 import msgspec
 
+from agents.config import Sight
 from agents.member import Ended, Ordered, Started, read_record
-from agents.sensors.host import HostSensor
-from agents.sensors.process import ProcessSensor
+from agents.sensors.all import Sensors
 from agents.sensors.reader import SensorReader
 from agents.shim import start_ticks
 from aimaster.client import read_progress
@@ -34,7 +34,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     """Sensors that cannot read here, with the reason."""
 
 
-def look(run: RunPlaces, node: NodeId, plan: JobPlan) -> Seen:
+def look(run: RunPlaces, node: NodeId, plan: JobPlan, sight: Sight) -> Seen:
     """Read everything once."""
     memory = places.node_memory(plan.run_id, node)
     pictures, ended = [], {}
@@ -48,14 +48,19 @@ def look(run: RunPlaces, node: NodeId, plan: JobPlan) -> Seen:
             ended[ordered.spec.member] = how
     pids = {picture.member: picture.process.pid for picture in pictures if picture.alive}
     folders = {"run": run.run, "memory": memory, "storage": run.storage}
-    reader = SensorReader([HostSensor(node, folders), ProcessSensor(node, lambda: dict(pids.items()))])
+    sensors = Sensors(node, folders, lambda: dict(pids.items()), sight=sight, interval_seconds=5.0)
+    reader = SensorReader(sensors.row)
+    readings = reader.read_once()
+    if "gpu" in reader.active:
+        readings += tuple(sensors.gpu.read_fresh(time.time()))
+    sensors.close()
     return Seen(
         node=node,
         at=time.time(),
         members=tuple(pictures),
         ended=ended,
         segments=tuple(segment.path.name for segment in shm.scan(places.segments(memory))),
-        readings=reader.read_once(),
+        readings=readings,
         unsupported=reader.unsupported,
     )
 

@@ -43,6 +43,7 @@ class Observer(Protocol):
 
     def started(self, member: Member) -> None: ...
     def died(self, member: Member, at: float) -> None: ...
+    async def look_for_cause(self) -> None: ...
     def exit_report(self, member: Member, exit_code: int | None, number: int | None, at: float) -> MemberExited: ...
 
 
@@ -239,6 +240,8 @@ class Trainer:
         seen_at = time.time()
         ended = await self._wait_for_exit(member)
         exit_code, number, at = (ended.exit_code, ended.signal, ended.at) if ended else (None, None, seen_at)
+        if exit_code != 0 and not member.ordered.stopping:
+            await self._observer.look_for_cause()
         event = self._observer.exit_report(member, exit_code, number, at)
         self._report(event, at)
         member.change(reported=True)

@@ -1,35 +1,81 @@
-"""What the machine's readings mean: a folder that runs out of room. Pure."""
+"""What the machine's readings mean: folders without room, disks that turned read-only, a silent file server, a wrong clock. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Final
 
-from aimaster.wire.health import Finding, Reading, Subject
+from agents.rules.base import WARNS, conclude, number
+from aimaster.wire.health import Finding, Reading
 
-CATEGORY_OF_FOLDER = {"memory": "node.shm_full"}
+CATEGORY_OF_FOLDER: Final = {"memory": "node.shm_full", "shm": "node.shm_full"}
 """Any other folder is a disk."""
-FULL_BYTES = 16 << 20
-FULL_RATIO = 0.002
+FULL_BYTES: Final = 16 << 20
+FULL_RATIO: Final = 0.002
+FULL_INODES: Final = 16
+SKEW_WARNS_SECONDS: Final = 1.0
+SKEW_ACTS_SECONDS: Final = 60.0
 
 
-def room_findings(readings: Iterable[Reading]) -> list[Finding]:
-    """A finding for each folder with neither 16 MiB nor 0.2 % left; its id is the same as long as it lasts."""
+def room_findings(readings: Sequence[Reading]) -> list[Finding]:
+    """A finding for each folder with neither 16 MiB nor 0.2 % left, or no inodes; and for one whose server does not answer."""
     findings = []
     for reading in readings:
-        if reading.kind != "host.room" or reading.state != "ok":
-            continue
-        free, total = int(reading.values["free_bytes"] or 0), int(reading.values["total_bytes"] or 0)
-        if total == 0 or free >= max(FULL_BYTES, FULL_RATIO * total):
+        if reading.kind != "host.room":
             continue
         folder = str(reading.values["folder"])
-        findings.append(
-            Finding(
-                id=f"{reading.node}:room:{folder}",
-                sign="host.room",
-                category=CATEGORY_OF_FOLDER.get(folder, "node.disk_full"),
-                role="self",
-                subject=Subject(node=reading.node),
-                node=reading.node,
-                time_seconds=reading.time_seconds,
-                details={"folder": folder, "free_bytes": str(free)},
+        if reading.state == "bad":
+            text = f"the file server of {folder} ({reading.values.get('server')}) does not answer for {number(reading, 'seconds'):.0f} s"
+            findings.append(conclude(reading, "host.silent_mount", "node.shared_fs", text, about=folder, weight=60, severity="warning", folder=folder))  # fmt: skip
+        if reading.state != "ok":
+            continue
+        free, total = int(number(reading, "free_bytes")), int(number(reading, "total_bytes"))
+        inodes, left = int(number(reading, "inodes")), int(number(reading, "free_inodes"))
+        category = CATEGORY_OF_FOLDER.get(folder, "node.disk_full")
+        if total > 0 and free < min(max(FULL_BYTES, FULL_RATIO * total), total / 2):
+            text = f"folder {folder} has {free} of {total} bytes left"
+            findings.append(
+                conclude(reading, "host.room", category, text, about=folder, weight=50, folder=folder, free_bytes=free)
             )
-        )
+        elif inodes > 0 and left < FULL_INODES:
+            text = f"folder {folder} has {left} of {inodes} inodes left"
+            findings.append(
+                conclude(
+                    reading, "host.inodes", category, text, about=folder, weight=50, folder=folder, free_inodes=left
+                )
+            )
     return findings
+
+
+class MountRules:
+    """A file system that was writable and is not any more: the kernel gave it up."""
+
+    def __init__(self) -> None:
+        self._writable: set[str] = set()
+
+    def judge(self, readings: Sequence[Reading]) -> list[Finding]:
+        found = []
+        for reading in readings:
+            if reading.kind not in ("host.mount", "host.room") or reading.state != "ok":
+                continue
+            name = str(reading.values.get("device") or reading.values.get("folder"))
+            if not reading.values.get("read_only"):
+                self._writable.add(name)
+            elif name in self._writable:
+                text = f"{name} was writable and is read-only now"
+                found.append(conclude(reading, "host.read_only", "node.disk_fault", text, about=name, weight=75, severity="critical", device=name))  # fmt: skip
+        return found
+
+
+def clock_findings(readings: Sequence[Reading]) -> list[Finding]:
+    """More than a second apart from the master warns, more than a minute is the node's fault."""
+    found = []
+    for reading in readings:
+        if reading.kind != "host.clock" or reading.state != "ok":
+            continue
+        offset = number(reading, "offset_seconds")
+        apart = abs(offset) - number(reading, "uncertainty_seconds")
+        if apart <= SKEW_WARNS_SECONDS:
+            continue
+        acts = apart > SKEW_ACTS_SECONDS
+        text = f"this node's clock is {offset:+.1f} s from the master's"
+        found.append(conclude(reading, "host.clock", "node.clock_skew", text, about="acts" if acts else "", weight=75 if acts else WARNS, severity="critical" if acts else "warning", offset_seconds=f"{offset:.1f}"))  # fmt: skip
+    return found

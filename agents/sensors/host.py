@@ -1,34 +1,29 @@
-"""Facts about the machine: memory, load, pressure, and the room left in the folders that a run lives in."""
+"""Facts about the machine as a whole: memory, load, pressure, processes the kernel killed for want of memory."""
 
 import os
-from collections.abc import Mapping
-from pathlib import Path
 
-from aimaster.wire.health import Reading, ReadingState, Scalar, Subject
+from aimaster.wire.health import Reading, Scalar, Subject
 
 
 class HostSensor:
-    """Reads /proc and asks the file systems; a folder that is not there is unreadable, which is no fault."""
+    """Reads /proc; what a kernel does not tell is left out."""
 
     name = "host"
 
-    def __init__(self, node: str, folders: Mapping[str, Path], interval_seconds: float = 5.0) -> None:
+    def __init__(self, node: str, interval_seconds: float = 5.0) -> None:
         self.interval_seconds = interval_seconds
         self._node = node
-        self._folders = folders
 
     def supported(self) -> str:
         return ""
 
     def read(self, now: float) -> list[Reading]:
-        readings = [self._memory(now), self._load(now), *self._pressure(now)]
-        readings += [self._room(now, name, folder) for name, folder in self._folders.items()]
-        return readings
+        return [self._memory(now), self._load(now), *self._pressure(now), *self._kills(now)]
 
-    def _reading(self, now: float, kind: str, values: dict[str, Scalar], state: ReadingState = "ok") -> Reading:
+    def _reading(self, now: float, kind: str, values: dict[str, Scalar]) -> Reading:
         return Reading(
             sensor=self.name, kind=kind, node=self._node, time_seconds=now,
-            state=state, subject=Subject(node=self._node), values=values,
+            subject=Subject(node=self._node), values=values,
         )  # fmt: skip
 
     def _memory(self, now: float) -> Reading:
@@ -60,22 +55,10 @@ class HostSensor:
             )
         return readings
 
-    def _room(self, now: float, name: str, folder: Path) -> Reading:
+    def _kills(self, now: float) -> list[Reading]:
         try:
-            found = os.statvfs(folder)
-        except OSError as error:
-            return self._reading(
-                now, "host.room", {"folder": name, "error": error.strerror or str(error)}, "unreadable"
-            )
-        return self._reading(
-            now,
-            "host.room",
-            {
-                "folder": name,
-                "total_bytes": found.f_blocks * found.f_frsize,
-                "free_bytes": found.f_bavail * found.f_frsize,
-                "free_inodes": found.f_favail,
-                "inodes": found.f_files,
-                "read_only": bool(found.f_flag & os.ST_RDONLY),
-            },
-        )
+            with open("/proc/vmstat", encoding="ascii") as file:
+                line = next((line for line in file if line.startswith("oom_kill ")), None)
+        except OSError:
+            return []
+        return [] if line is None else [self._reading(now, "host.oom", {"kills": int(line.split()[1])})]

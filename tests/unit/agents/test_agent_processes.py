@@ -8,6 +8,7 @@ import pytest
 
 from agents import shim
 from agents.sensors.host import HostSensor
+from agents.sensors.mounts import MountSensor
 from agents.sensors.process import ProcessSensor, handles_signal, identify, read_process
 from agents.sensors.reader import SensorReader
 
@@ -106,8 +107,8 @@ def test_the_agent_imports_nothing_heavy():
 
 def test_sensors_answer_where_they_cannot_read(tmp_path):
     """A folder that is not there is unreadable, which is an answer; all others are read."""
-    host = HostSensor("node-0", {"run": tmp_path, "gone": tmp_path / "gone"})
-    reader = SensorReader([host, ProcessSensor("node-0", lambda: {"me": os.getpid(), "nobody": 1 << 22})])
+    mounts = MountSensor("node-0", {"run": tmp_path, "gone": tmp_path / "gone"})
+    reader = SensorReader([HostSensor("node-0"), mounts, ProcessSensor("node-0", lambda: {"me": os.getpid(), "nobody": 1 << 22})])
     readings = {(one.kind, one.values.get("folder") or one.values.get("member")): one for one in reader.read_once()}
     assert readings["host.room", "run"].values["free_bytes"] > 0
     assert readings["host.room", "gone"].state == "unreadable"
@@ -132,7 +133,7 @@ class Stuck:
 
 def test_a_read_that_hangs_stops_nobody_else(tmp_path):
     """The sensors' thread may hang; whoever asks gets the readings there are, at once."""
-    reader = SensorReader([HostSensor("node-0", {"run": tmp_path}, 0.01), Stuck()])
+    reader = SensorReader([HostSensor("node-0", 0.01), Stuck()])
     reader.start()
     until(reader.newest)
     reader.close()

@@ -79,8 +79,8 @@ def test_a_full_folder_is_a_finding():
     assert room_findings([room(50 << 30), room(0, state="unreadable"), room(1 << 30)]) == []
     found = room_findings([room(1 << 20), room(8 << 20, total=64 << 20, folder="memory")])
     assert [(one.category, one.id) for one in found] == [
-        ("node.disk_full", "node-0:room:run"),
-        ("node.shm_full", "node-0:room:memory"),
+        ("node.disk_full", "node-0:host.room:run"),
+        ("node.shm_full", "node-0:host.room:memory"),
     ]
 
 

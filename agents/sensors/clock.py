@@ -1,0 +1,45 @@
+"""This node's clock against the master's, from the Date header of its answers.
+
+Date tells whole seconds; each answer bounds the offset from both sides, and the bounds of several answers together are narrow. A clock
+that was set in between contradicts them: then they begin anew.
+"""
+
+from email.utils import parsedate_to_datetime
+
+from aimaster.wire.health import Reading, Subject
+
+DATE_SECONDS = 1.0
+"""What the header does not tell."""
+
+
+class ClockBounds:
+    """What is known of the offset (this clock less the master's)."""
+
+    def __init__(self, node: str) -> None:
+        self.reading: Reading | None = None
+        self._node = node
+        self._low = float("-inf")
+        self._high = float("inf")
+
+    def hear(self, date: str, asked_at: float, heard_at: float) -> Reading | None:
+        """Take an answer; times are of this clock, in Unix seconds. None for a header that is no date."""
+        try:
+            there = parsedate_to_datetime(date).timestamp()
+        except (TypeError, ValueError):
+            return None
+        low, high = asked_at - there - DATE_SECONDS, heard_at - there
+        self._low, self._high = max(self._low, low), min(self._high, high)
+        if self._low > self._high:
+            self._low, self._high = low, high
+        self.reading = Reading(
+            sensor="clock",
+            kind="host.clock",
+            node=self._node,
+            time_seconds=heard_at,
+            subject=Subject(node=self._node),
+            values={
+                "offset_seconds": round((self._low + self._high) / 2, 4),
+                "uncertainty_seconds": round((self._high - self._low) / 2, 4),
+            },
+        )
+        return self.reading
