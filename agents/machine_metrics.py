@@ -47,13 +47,14 @@ def gpus(readings: Sequence[Reading], xids: Mapping[tuple[str, str], int]) -> It
     if head is not None:
         yield gauge("aimaster_node_gpus", "GPUs that the driver counts.", (), [((), number(head, "count"))])
     devices = [one for one in readings if one.kind == "gpu.device"]
-    if not devices:
+    closed = [one for one in readings if one.kind == "gpu.unopened"]
+    if not devices and not closed:
         return
     yield gauge(
         "aimaster_node_gpu_info", "Names of a GPU; always 1.", ("gpu", "uuid", "pci_bus_id"),
         [((_gpu(one), str(one.values["uuid"]), str(one.values["pci"])), 1.0) for one in devices],
     )  # fmt: skip
-    yield gauge("aimaster_node_gpu_up", "1 while it answers.", ("gpu",), [((_gpu(one),), float(one.state == "ok")) for one in devices])  # fmt: skip
+    yield gauge("aimaster_node_gpu_up", "1 while it answers.", ("gpu",), [((_gpu(one),), float(one.state == "ok")) for one in devices + closed])  # fmt: skip
     for field, (name, text) in GPU_GAUGES.items():
         yield gauge(name, text, ("gpu",), _of(devices, field))
     for field, (name, text) in GPU_COUNTERS.items():

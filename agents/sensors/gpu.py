@@ -1,7 +1,8 @@
 """GPUs through NVML, asked by a helper process with a time limit on each call: a call that hangs is a reading too.
 
-gpu.nvml      whether NVML answers, and how many GPUs it counts      gpu.device    one GPU: values, and what is missing here and why
-gpu.xid       the driver reported an Xid just now (no privilege)     gpu.hang      a call that did not return in time
+gpu.nvml      whether NVML answers, how many GPUs it counts       gpu.device   one GPU: values, and what is missing here and why
+gpu.xid       the driver reported an Xid just now (no privilege)  gpu.hang     a call that did not return in time
+gpu.unopened  a GPU that the driver counts and does not open
 
 A machine without the driver's library is "not supported here", which is an answer.
 """
@@ -100,9 +101,6 @@ class GpuSensor:
             case "xid":
                 values = {name: message[name] for name in ("xid", "pci", "uuid")}
                 events.append(self._reading(at, "gpu.xid", values, gpu=message["gpu"]))
-            case "unopened":
-                values = {"code": message["code"], "error": message["text"]}
-                events.append(self._reading(at, "gpu.unopened", values, gpu=message["gpu"], state="unreadable"))
             case "error":
                 values = {"code": message["code"], "error": message["text"]}
                 state: ReadingState = "bad" if message["code"] == MISMATCH else "unreadable"
@@ -123,4 +121,7 @@ class GpuSensor:
             readings.append(
                 self._reading(at, "gpu.device", values, gpu=one["gpu"], state="bad" if one["state"] else "ok")
             )
+        for index, code, text in message["closed"]:
+            values = {"code": code, "error": text}
+            readings.append(self._reading(at, "gpu.unopened", values, gpu=index, state="unreadable"))
         return readings

@@ -79,7 +79,7 @@ class MountSensor:
 
     def close(self) -> None:
         for process, _ in self._asked.values():
-            process.kill()
+            _end(process)
 
     def _reading(self, now: float, kind: str, values: dict[str, Scalar], state: ReadingState = "ok") -> Reading:
         return Reading(
@@ -111,9 +111,9 @@ class MountSensor:
                 del self._asked[name]
                 known = self._answers[name] = self._answer(now, name, mount, process)
             elif time.monotonic() - since > self._limit_seconds:
-                process.kill()
                 del self._asked[name]
-                self._stuck.append(process)
+                if not _end(process):
+                    self._stuck.append(process)
                 silent: dict[str, Scalar] = {
                     "folder": name,
                     "filesystem": mount.kind,
@@ -149,6 +149,18 @@ class MountSensor:
         return self._reading(
             now, "host.room", {"folder": name, "filesystem": mount.kind, "read_only": mount.read_only, **values}
         )
+
+
+def _end(process: subprocess.Popen[str]) -> bool:
+    """Kill a helper; False when even that has to wait for the server."""
+    process.kill()
+    if process.stdout is not None:
+        process.stdout.close()
+    try:
+        process.wait(0.2)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 def _values(size: int, blocks: int, free: int, inodes: int, free_inodes: int) -> dict[str, Scalar]:

@@ -247,24 +247,34 @@ def wait(ask: Driver, events: Any | None, gpus: list[Gpu], milliseconds: int) ->
         say(kind="xid", xid=int(event.eventData), gpu=index, pci=pci, uuid=uuid)
 
 
-def open_all(ask: Driver) -> list[Gpu]:
-    """The GPUs that can be opened; the others are said."""
-    gpus = []
-    for index in range(ask.nvmlDeviceGetCount()):
-        try:
-            gpus.append(Gpu(ask, index))
-        except nvml.NVMLError as error:
-            if error.value in DEAD:
-                raise Ended(error.value) from error
-            say(kind="unopened", gpu=index, code=error.value, text=str(error))
-    return gpus
+class Gpus:
+    """All GPUs; one that cannot be opened is tried again now and then."""
+
+    def __init__(self, ask: Driver) -> None:
+        self.opened: dict[int, Gpu] = {}
+        self.closed: dict[int, tuple[int, str]] = {}
+        """By index: code and words of the error."""
+        self._ask = ask
+
+    def open(self, count: int) -> None:
+        """Open those that are not; raises Ended when NVML is gone."""
+        for index in sorted(set(range(count)) - set(self.opened)):
+            try:
+                self.opened[index] = Gpu(self._ask, index)
+            except nvml.NVMLError as error:
+                if error.value in DEAD:
+                    raise Ended(error.value) from error
+                self.closed[index] = (int(error.value), str(error))
+            else:
+                self.closed.pop(index, None)
 
 
 def run(ask: Driver, interval_seconds: float, *, once: bool) -> None:
     ask.nvmlInit()
     driver = str(ask.nvmlSystemGetDriverVersion())
-    gpus = open_all(ask)
-    events = None if once else register_events(ask, gpus)
+    gpus = Gpus(ask)
+    gpus.open(ask.nvmlDeviceGetCount())
+    events = None if once else register_events(ask, list(gpus.opened.values()))
     parent = os.getppid()
     number = 0
     due = 0.0
@@ -273,13 +283,16 @@ def run(ask: Driver, interval_seconds: float, *, once: bool) -> None:
             due = time.monotonic() + interval_seconds
             ask.gpu = -1
             count = ask.nvmlDeviceGetCount()
-            seen = [gpu.read(ask, number) for gpu in gpus]
-            say(kind="poll", driver=driver, count=count, events=events is not None, gpus=seen)
+            if gpus.closed and number % SLOW_EVERY == 0:
+                gpus.open(count)
+            seen = [gpu.read(ask, number) for gpu in gpus.opened.values()]
+            closed = [[index, *why] for index, why in gpus.closed.items()]
+            say(kind="poll", driver=driver, count=count, events=events is not None, gpus=seen, closed=closed)
             number += 1
         if once:
             return
         pause = max(0.01, min(due - time.monotonic(), WAIT_MILLISECONDS / 1000))
-        wait(ask, events, gpus, int(1000 * pause))
+        wait(ask, events, list(gpus.opened.values()), int(1000 * pause))
 
 
 def main() -> int:

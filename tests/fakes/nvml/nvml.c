@@ -143,15 +143,14 @@ ret nvmlDeviceGetComputeRunningProcesses_v3(dev d, unsigned *count, process *fou
     return 0;
 }
 static int set;
-ret nvmlEventSetCreate(void **s) { *s = &set; return 0; }
+static long seen;
+ret nvmlEventSetCreate(void **s) { *s = &set; seen = get("xid_seq", 0); return 0; }
 ret nvmlEventSetFree(void *s) { (void)s; return 0; }
 ret nvmlDeviceGetSupportedEventTypes(dev d, unsigned long long *types) { (void)d; *types = 0x8; return 0; }
 ret nvmlDeviceRegisterEvents(dev d, unsigned long long types, void *s) { (void)d; (void)types; (void)s; return 0; }
 typedef struct { dev device; unsigned long long type, data; unsigned gi, ci; } event;
 ret nvmlEventSetWait_v2(void *s, event *e, unsigned milliseconds) {
-    static long seen = -1;
     (void)s;
-    if (seen < 0) seen = get("xid_seq_seen", 0);
     for (unsigned passed = 0; passed <= milliseconds; passed += 20) {
         long number = get("xid_seq", 0);
         if (number > seen) {

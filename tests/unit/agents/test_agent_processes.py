@@ -108,7 +108,9 @@ def test_the_agent_imports_nothing_heavy():
 def test_sensors_answer_where_they_cannot_read(tmp_path):
     """A folder that is not there is unreadable, which is an answer; all others are read."""
     mounts = MountSensor("node-0", {"run": tmp_path, "gone": tmp_path / "gone"})
-    reader = SensorReader([HostSensor("node-0"), mounts, ProcessSensor("node-0", lambda: {"me": os.getpid(), "nobody": 1 << 22})])
+    reader = SensorReader(
+        [HostSensor("node-0"), mounts, ProcessSensor("node-0", lambda: {"me": os.getpid(), "nobody": 1 << 22})]
+    )
     readings = {(one.kind, one.values.get("folder") or one.values.get("member")): one for one in reader.read_once()}
     assert readings["host.room", "run"].values["free_bytes"] > 0
     assert readings["host.room", "gone"].state == "unreadable"

@@ -28,7 +28,9 @@ def categories(findings):
 def test_a_healthy_gpu_is_no_news(rules):
     """Idle clocks, a software power cap, old ECC counts and absent features say nothing."""
     for at in range(200):
-        one = gpu(at, throttle_bits=0x1 | 0x4, ecc_uncorrected_volatile=7, nvlink_up=4, pcie_width=16, recovery_action=0)
+        one = gpu(
+            at, throttle_bits=0x1 | 0x4, ecc_uncorrected_volatile=7, nvlink_up=4, pcie_width=16, recovery_action=0
+        )
         assert rules.judge([nvml(count=1), one, gpu(at, index="1", missing_power="unsupported")]) == []
 
 
@@ -104,7 +106,12 @@ def test_an_xid_means_what_the_table_says(rules, code, category, role, weight):
                     values={"xid": code, "pci": "00000000:1B:00.0"})  # fmt: skip
     found = rules.xid(event)
     assert category in (None, found.category)
-    assert (found.role, found.weight, found.subject.gpu, found.details["xid"]) == (role, weight, "0000:1b:00", str(code))
+    assert (found.role, found.weight, found.subject.gpu, found.details["xid"]) == (
+        role,
+        weight,
+        "0000:1b:00",
+        str(code),
+    )
 
 
 def test_memory_held_by_nobody_of_the_job(rules):
