@@ -89,8 +89,7 @@ class Draft:
     ) -> None:
         """Order a start of the member as this incarnation."""
         spec = self.state.plan.members[name]
-        if env:
-            spec = replace(spec, env=spec.env | env)
+        spec = replace(spec, env=spec.env | self.state.plan.node_env.get(node, {}) | (env or {}))
         self.drop_orders_about(name)
         self.member(
             name,
@@ -103,6 +102,7 @@ class Draft:
             process=None,
             suspicion=None,
             condemned_in=None,
+            unheard_in=None,
             exit_code=None,
         )
         self.order(node, orders.StartMember(spec=spec, incarnation=incarnation), cause)

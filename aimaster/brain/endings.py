@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from aimaster.brain.draft import REACHABLE, Draft
 from aimaster.brain.state import LIVE, Ending, Outcome, State
 from aimaster.wire import actions as orders
+from aimaster.wire.health import Finding
 from aimaster.wire.ids import MemberId, NodeId
 
 LEAVE_SECONDS: Final = 30.0
@@ -87,11 +88,26 @@ def grace_over(d: Draft, waited_for: str) -> None:
     ending = d.state.ending
     if ending is None or d.state.phase != "stopping" or d.now < ending.deadline_at:
         return
-    d.change(ending=replace(ending, reason=f"{ending.reason}; gave up waiting for {waited_for}"))
+    if ending.outcome == "finished":  # nothing is missing of the job itself
+        d.find(_not_waited_for(waited_for, d.now))
+    else:
+        d.change(ending=replace(ending, reason=f"{ending.reason}; gave up waiting for {waited_for}"))
     if ending.nodes_ordered:
         _end(d)
     else:
         stop_nodes(d)
+
+
+def _not_waited_for(waited_for: str, now: float) -> Finding:
+    return Finding(
+        id="end.not-waited-for",
+        sign="end.not-waited-for",
+        category="unknown",
+        role="self",
+        severity="warning",
+        time_seconds=now,
+        details={"message": f"the job is finished; gave up waiting for {waited_for} to leave"},
+    )
 
 
 def end_if_stopped(d: Draft) -> None:

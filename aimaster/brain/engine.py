@@ -6,7 +6,7 @@ back here as events once they are journaled.
 
 from msgspec.structs import replace
 
-from aimaster.brain import endings, incidents, members, reports, verdicts
+from aimaster.brain import endings, incidents, leases, members, reports, unheard, verdicts
 from aimaster.brain.budget import Budget
 from aimaster.brain.draft import Draft
 from aimaster.brain.events import (
@@ -22,6 +22,7 @@ from aimaster.brain.events import (
     IncidentSettled,
     JobFinished,
     MasterStarted,
+    MemberUnheard,
     MemberVanished,
     NodeLost,
     PortChosen,
@@ -72,22 +73,32 @@ def _believe(d: Draft, event: Event) -> None:
             reports.reported(d, event.node, event.outbox_id, event.report)
         case NodeLost() if event.node in d.state.nodes:
             reports.lost(d, event.node, event.silent_since)
-        case HangConfirmed():
-            reports.hang_confirmed(d, event.member, event.incarnation, event.why)
-        case SuspicionWithdrawn():
-            reports.withdrawn(d, event.member, event.incarnation)
         case IncidentMoved():
             incidents.moved(d, event)
         case IncidentSettled():
             incidents.settled(d, event.incident)
+        case PortChosen():
+            members.port_chosen(d, event.port, event.incarnation)
+        case HangConfirmed() | SuspicionWithdrawn() | MemberUnheard() | MemberVanished() | StartDue():
+            _believe_of_member(d, event)
+        case _:
+            _believe_of_job(d, event)
+
+
+def _believe_of_member(
+    d: Draft, event: HangConfirmed | SuspicionWithdrawn | MemberUnheard | MemberVanished | StartDue
+) -> None:
+    match event:
+        case HangConfirmed():
+            leases.hang_confirmed(d, event.member, event.incarnation, event.why)
+        case SuspicionWithdrawn():
+            leases.withdrawn(d, event.member, event.incarnation)
+        case MemberUnheard():
+            unheard.go_on_without(d, event)
         case MemberVanished():
             _member_vanished(d, event)
         case StartDue():
             members.start_due(d, event.member, event.incarnation)
-        case PortChosen():
-            members.port_chosen(d, event.port, event.incarnation)
-        case _:
-            _believe_of_job(d, event)
 
 
 def _believe_of_job(d: Draft, event: Event) -> None:
@@ -102,6 +113,7 @@ def _believe_of_job(d: Draft, event: Event) -> None:
             d.change(drills=dict(list(drills.items())[-MAX_DRILLS:]))
         case JobFinished():
             endings.begin(d, "finished", f"all {event.step} steps are committed")
+            leases.end_silent(d)
         case GraceOver():
             endings.grace_over(d, event.waited_for)
         case _:

@@ -78,6 +78,14 @@ class SuspicionWithdrawn(msgspec.Struct, frozen=True, kw_only=True, tag="suspici
     incarnation: Incarnation
 
 
+class MemberUnheard(msgspec.Struct, frozen=True, kw_only=True, tag="member_unheard"):
+    """Its agent shows it asking the controller, which does not hear it."""
+
+    member: MemberId
+    incarnation: Incarnation
+    silent_since: float
+
+
 class IncidentMoved(msgspec.Struct, frozen=True, kw_only=True, tag="incident_moved"):
     """The job went on, or the member is back."""
 
@@ -150,6 +158,7 @@ Event = (
     | MemberVanished
     | HangConfirmed
     | SuspicionWithdrawn
+    | MemberUnheard
     | IncidentMoved
     | IncidentSettled
     | StartDue

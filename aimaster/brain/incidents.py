@@ -23,7 +23,8 @@ MAX_INCIDENTS: Final = 500
 def open_incident(
     d: Draft, kind: SubjectKind, subject: str, verdict: Verdict, occurred_at: float, who: tuple[MemberId, ...]
 ) -> Incident:
-    """Open an incident; a drill announced for its subject is used up."""
+    """Open an incident; drills announced for its subject or for members that it takes along are used up."""
+    drill = claim_drills(d, subject, *who)
     name = IncidentId(f"i-{d.state.next_incident}")
     incident = Incident(
         incident=name,
@@ -32,16 +33,37 @@ def open_incident(
         verdict=verdict,
         occurred_at=min(occurred_at, d.now),
         detected_at=d.now,
-        drill=subject in d.state.drills,
+        drill=drill,
         members=who,
     )
     kept = dict(d.state.incidents)
     closed = [key for key, old in kept.items() if old.resumed_at is not None and old.healed_at is not None]
     for key in closed[: max(0, len(kept) + 1 - MAX_INCIDENTS)]:
         del kept[key]
-    drills = {key: note for key, note in d.state.drills.items() if key != subject}
-    d.change(incidents=kept | {name: incident}, next_incident=d.state.next_incident + 1, drills=drills)
+    d.change(incidents=kept | {name: incident}, next_incident=d.state.next_incident + 1)
     return incident
+
+
+def claim_drills(d: Draft, *subjects: str) -> bool:
+    """Whether a drill was announced for one of these; those announced are used up."""
+    left = {subject: note for subject, note in d.state.drills.items() if subject not in subjects}
+    found = len(left) < len(d.state.drills)
+    if found:
+        d.change(drills=left)
+    return found
+
+
+def noted(d: Draft, member: Member, verdict: Verdict, occurred_at: float) -> Incident:
+    """A death that needs nothing any more: the job is at its end. It is told, and over at once."""
+    incident = open_incident(d, "member", member.member, verdict, occurred_at, (member.member,))
+    return d.incident(
+        incident.incident,
+        action="ignore",
+        deaths=((member.member, member.incarnation),),
+        decided_at=d.now,
+        resumed_at=d.now,
+        healed_at=d.now,
+    )
 
 
 def death(
@@ -74,18 +96,18 @@ def death(
         deaths=(*root.deaths, death_id),
         members=root.members if name in root.members else (*root.members, name),
         findings=(*root.findings, *findings)[-100:],
+        drill=claim_drills(d, name) or root.drill,
+        # It goes on, or is over, when that holds of this member too.
+        resumed_at=None,
+        healed_at=None,
     )
     if joined.settle_at is not None and not echo:
         # The death that explains the echoes came after them.
-        subject_drill = name in d.state.drills
-        drills = {key: note for key, note in d.state.drills.items() if key != name}
-        d.change(drills=drills)
         d.incident(
             joined.incident,
             subject=name,
             verdict=verdict,
             occurred_at=min(occurred_at, joined.occurred_at),
-            drill=joined.drill or subject_drill,
         )
         decide(d, joined.incident)
     elif joined.settle_at is None:
@@ -110,15 +132,19 @@ def settled(d: Draft, name: IncidentId) -> None:
 
 
 def moved(d: Draft, event: IncidentMoved) -> None:
-    """Note that the job went on or the member is back; the first word on each counts."""
+    """Note that the job went on or the members are back; the first word on each counts, and none comes before the one before."""
     incident = d.state.incidents.get(event.incident)
-    if incident is not None:
-        d.incident(
-            event.incident,
-            resumed_at=incident.resumed_at or event.resumed_at,
-            healed_at=incident.healed_at or event.healed_at,
-            lost=event.lost or incident.lost,
-        )
+    if incident is None or incident.decided_at is None:
+        return
+    resumed_at, healed_at = incident.resumed_at, incident.healed_at
+    if resumed_at is None and event.resumed_at is not None:
+        resumed_at = max(event.resumed_at, incident.decided_at)
+    if healed_at is None and event.healed_at is not None and resumed_at is not None:
+        healed_at = max(event.healed_at, resumed_at)
+    d.incident(event.incident, resumed_at=resumed_at, healed_at=healed_at, lost=event.lost or incident.lost)
+    for member in d.state.members.values():
+        if healed_at is not None and member.unheard_in == event.incident:
+            d.member(member.member, unheard_in=None)
 
 
 def _root_of(d: Draft, member: Member, occurred_at: float, *, echo: bool) -> Incident | None:

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from typing import Final
 
+from aimaster.brain.recovery import picture_of
 from aimaster.brain.state import Incident, Member, Node, State, View
-from aimaster.brain.watch import picture_of
+from aimaster.brain.unheard import unheard
 from aimaster.wire.checkpoint import SnapshotPlace
 from aimaster.wire.health import Finding
 from aimaster.wire.status import IncidentStatus, JobStatus, MemberStatus, NodeStatus
@@ -75,6 +76,9 @@ def _findings(state: State, view: View, now: float) -> Iterator[str]:
             ]
             still = f"; its members {', '.join(heard)} still speak, so nothing is moved" if heard else ""
             yield f"the agent of {node.node} has been silent for {max(0.0, now - node.seen_at):.0f} s{still}"
+    for name, since in unheard(state, view, now).items():
+        where = state.members[name].node
+        yield f"net.unreachable on {where}: {name} asks, and the controller has not heard it for {now - since:.0f} s"
     for finding in reversed(state.findings):
         if finding.time_seconds is None or now - finding.time_seconds < FRESH_FINDING_SECONDS:
             yield words(finding)
@@ -123,6 +127,7 @@ def _incident(incident: Incident) -> IncidentStatus:
         healed_at=incident.healed_at,
         lost=incident.lost,
         drill=incident.drill,
+        deaths=tuple(name for name, _ in incident.deaths),
     )
 
 

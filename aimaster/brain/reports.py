@@ -1,9 +1,9 @@
 """What the engine does with an agent's words: who is on the line, what lives there, and what its reports say."""
 
-from aimaster.brain import endings, incidents, members, roots, verdicts
+from aimaster.brain import endings, incidents, leases, members, roots, verdicts
 from aimaster.brain.draft import Draft
 from aimaster.brain.events import Send
-from aimaster.brain.remedy import is_echo, may_kill_hung
+from aimaster.brain.remedy import is_echo
 from aimaster.brain.state import LIVE, Member, Node, SubjectKind
 from aimaster.wire import actions as orders
 from aimaster.wire.health import Finding, Subject, Verdict
@@ -100,12 +100,17 @@ def _replaced(d: Draft, old: Node, hello: Hello) -> None:
 
 
 def _lose(d: Draft, node: NodeId, who: list[Member], since: float, verdict: Verdict) -> None:
-    for member in who:
+    """Its members are dead in one incident; one that was being killed stays in its own."""
+    condemned = [member for member in who if member.condemned_in in d.state.incidents]
+    with_it = [member for member in who if member not in condemned]
+    for member in with_it:
         members.bury(d, member.member, None)
-    names = tuple(member.member for member in who)
+    names = tuple(member.member for member in with_it)
     incident = incidents.open_incident(d, "node", node, verdict, since, names)
-    d.incident(incident.incident, deaths=tuple((member.member, member.incarnation) for member in who))
+    d.incident(incident.incident, deaths=tuple((member.member, member.incarnation) for member in with_it))
     incidents.decide(d, incident.incident)
+    for member in condemned:
+        incidents.death(d, member.member, verdict, d.now)
     if not d.state.incidents[incident.incident].action:
         d.incident(incident.incident, action="replace_node")
 
@@ -168,7 +173,8 @@ def reported(d: Draft, node: NodeId, outbox_id: str, report: Report) -> None:
         case MemberExited() as event:
             _exited(d, node, event)
         case HangSuspected() as event:
-            _suspected(d, node, event)
+            if (member := _present(d, event.member, event.incarnation, node)) is not None:
+                leases.suspected(d, member, event)
         case Found() as event:
             d.find(event.finding)
         case SnapshotMoved() as event:
@@ -195,6 +201,8 @@ def _exited(d: Draft, node: NodeId, event: MemberExited) -> None:
     if member is None or member.state not in LIVE:
         return
     if event.expected or d.state.ending is not None:
+        if not event.expected and event.member in d.state.drills:
+            incidents.noted(d, member, roots.of_exit(d.state, member, event), event.at)
         finished = event.exit_code == 0 and d.state.regroup is None
         d.drop_orders_about(event.member)
         d.member(event.member, state="finished" if finished else "stopped", exit_code=event.exit_code, suspicion=None)
@@ -218,53 +226,6 @@ def _left(d: Draft) -> None:
         members.ask_for_port(d)
     elif d.state.plan.kind == "command" and all(member.state == "finished" for member in d.state.members.values()):
         endings.begin(d, "finished", "every process ended with exit code 0")
-
-
-def _suspected(d: Draft, node: NodeId, event: HangSuspected) -> None:
-    member = _present(d, event.member, event.incarnation, node)
-    if member is None or member.state not in LIVE or member.condemned_in is not None:
-        return
-    member = d.member(event.member, state="suspected", suspicion=event)
-    stopped, same_frame = "state-T-twice" in event.evidence, "same-frame-twice" in event.evidence
-    learnt = event.progress.lease_seconds is not None
-    if may_kill_hung(stopped_twice=stopped, same_frame_twice=same_frame, lease_learnt=learnt, others_wait_for_it=False):
-        why = "it was stopped (state T) in two looks" if stopped else "its thread was in the same frame in two dumps"
-        condemn(d, member, event, why)
-
-
-def hang_confirmed(d: Draft, name: MemberId, incarnation: Incarnation, why: str) -> None:
-    member = d.state.members.get(name)
-    if (
-        member is not None
-        and member.incarnation == incarnation
-        and member.suspicion is not None
-        and member.condemned_in is None
-    ):
-        condemn(d, member, member.suspicion, why)
-
-
-def withdrawn(d: Draft, name: MemberId, incarnation: Incarnation) -> None:
-    member = d.state.members.get(name)
-    if (
-        member is not None
-        and member.incarnation == incarnation
-        and member.state == "suspected"
-        and member.condemned_in is None
-    ):
-        d.member(name, state="running", suspicion=None)
-
-
-def condemn(d: Draft, member: Member, event: HangSuspected, why: str) -> None:
-    """A verdict on a hang: kill; its death is part of the incident that opens here."""
-    if d.state.ending is not None or d.state.regroup is not None:
-        return
-    verdict = verdicts.hang(member, event, why)
-    occurred_at = event.at - event.progress.age_seconds
-    incident = incidents.open_incident(d, "member", member.member, verdict, occurred_at, (member.member,))
-    d.incident(incident.incident, decided_at=d.now, action=members.choose(d, incident, member))
-    d.member(member.member, condemned_in=incident.incident)
-    kill = orders.KillMember(member=member.member, incarnation=member.incarnation, reason=verdict.summary)
-    d.order(member.node, kill, f"incident {incident.incident}")
 
 
 def _snapshot(d: Draft, node: NodeId, event: SnapshotMoved) -> None:

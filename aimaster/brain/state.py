@@ -51,6 +51,10 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     suspicion: HangSuspected | None = None
     condemned_in: IncidentId | None = None
     """The incident in which this incarnation is being killed."""
+    unheard_in: IncidentId | None = None
+    """The incident in which the group goes on without this incarnation, since the controller does not hear it."""
+    unheard_at: float = 0.0
+    """When that was last proposed."""
     exit_code: int | None = None
 
 
@@ -165,6 +169,8 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     """When the pulse came in, on the master's clock."""
     absent_since: dict[MemberId, float] = {}
     """Members that should be running and are not in the pulses."""
+    asking_since: dict[MemberId, float] = {}
+    """Members that ask the controller and beat, in every pulse since."""
 
 
 class Rewind(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,6 +182,17 @@ class Rewind(msgspec.Struct, frozen=True, kw_only=True):
     to_step: int
 
 
+class Commit(msgspec.Struct, frozen=True, kw_only=True):
+    """A commit that the controller told of."""
+
+    at: float
+    """When it was made, on the master's clock."""
+    controller: Incarnation
+    """Who committed it."""
+    members: dict[MemberId, Incarnation] | None
+    """Its epoch's policy members; None where they were not told in time."""
+
+
 class View(msgspec.Struct, frozen=True, kw_only=True):
     """What was seen last; empty after a restart."""
 
@@ -185,6 +202,10 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     controller: ControllerPulse | None = None
     controller_at: float = 0.0
     """When its last pulse came in, on the master's clock."""
+    controller_since: float = 0.0
+    """Since when this start of it has spoken without a long pause."""
+    commits: tuple[Commit, ...] = ()
+    """The newest, bounded; newest last."""
     heard: dict[MemberId, float] = {}
     """When the controller last heard each member, on the master's clock."""
     rewind: Rewind | None = None

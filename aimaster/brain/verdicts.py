@@ -36,6 +36,12 @@ def vanished(member: Member, at: float, why: str) -> Verdict:
     return _verdict("unknown", _subject(member), at, f"{member.member} on {member.node} is gone: {why}", 0.3, (why,))
 
 
+def unheard(member: Member, since: float, now: float) -> Verdict:
+    why = f"its agent shows it asking, and the controller has not heard it for {now - since:.0f} s"
+    summary = f"{member.member} on {member.node} is cut off from the controller: {why}"
+    return _verdict("net.unreachable", _subject(member), since, summary, 0.8, (why,), action="reform_without")
+
+
 def agent_gone(node: NodeId, at: float, pid: int) -> Verdict:
     summary = f"the agent of {node} (pid {pid}) ended and was started again; its members and snapshots live on"
     return _verdict("process.killed", Subject(node=node, pid=pid), at, summary, 0.9, (), action="restart_process")

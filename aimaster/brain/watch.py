@@ -7,7 +7,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from aimaster.brain import members, placement
+from aimaster.brain import members, placement, recovery, unheard
 from aimaster.brain.endings import leaving, waits_for_nodes
 from aimaster.brain.events import (
     Action,
@@ -18,7 +18,6 @@ from aimaster.brain.events import (
     Event,
     GraceOver,
     HangConfirmed,
-    IncidentMoved,
     IncidentSettled,
     JobFinished,
     MemberVanished,
@@ -29,10 +28,10 @@ from aimaster.brain.events import (
     Tick,
 )
 from aimaster.brain.remedy import is_node_lost
-from aimaster.brain.state import LIVE, Incident, Member, Node, NodeView, Rewind, State, View
+from aimaster.brain.state import LIVE, Commit, Member, Node, NodeView, Rewind, State, View
 from aimaster.wire.actions import StartMember
-from aimaster.wire.ids import MemberId
-from aimaster.wire.messages import ControllerPulse, MemberPicture, Pulse
+from aimaster.wire.ids import Incarnation, MemberId
+from aimaster.wire.messages import ControllerPulse
 
 ABSENT_SECONDS: Final = 5.0
 """A member that its node's pulses do not show for so long, with no report of its end, is gone."""
@@ -44,6 +43,9 @@ LONG_SILENCES: Final = 3.0
 """With the controller silent too, a node is lost after so many times `node_silent_seconds`."""
 LEFT_EARLY_SECONDS: Final = 10.0
 """A member that left with exit code 0 while the controller goes on is missed after so long."""
+
+
+MAX_COMMITS: Final = 50
 
 
 def observe(state: State, view: View, seen: Observation, now: float) -> tuple[View, tuple[Action, ...]]:
@@ -73,26 +75,30 @@ def conclusions(state: State, view: View, now: float) -> Iterator[Event]:
         yield from _of_node(state, view, node, now)
     for member in state.members.values():
         yield from _of_member(state, view, member, now)
+    yield from unheard.conclusions(state, view, now)
     for incident in state.incidents.values():
         if incident.settle_at is not None and now >= incident.settle_at:
             yield IncidentSettled(incident=incident.incident)
         elif incident.decided_at is not None and (incident.resumed_at is None or incident.healed_at is None):
-            yield from _of_incident(state, view, incident)
+            yield from recovery.moves(state, view, incident)
 
 
 # -- the view -----------------------------------------------------------------------------------------------------------
 
 
 def _node_view(state: State, view: View, seen: AgentPulsed, now: float) -> NodeView:
-    alive = {(picture.member, picture.incarnation) for picture in seen.pulse.members if picture.alive}
+    alive = {(picture.member, picture.incarnation): picture for picture in seen.pulse.members if picture.alive}
     old = view.nodes.get(seen.node)
     since = old.absent_since if old is not None else {}
+    asking = old.asking_since if old is not None else {}
+    there = {member.member: alive.get((member.member, member.incarnation)) for member in state.members_on(seen.node)}
     absent = {
         member.member: since.get(member.member, now)
         for member in state.members_on(seen.node)
         if member.state in LIVE and (member.member, member.incarnation) not in alive
     }
-    return NodeView(pulse=seen.pulse, at=now, absent_since=absent)
+    asks = {name: asking.get(name, now) for name, shown in there.items() if shown and unheard.is_asking(shown)}
+    return NodeView(pulse=seen.pulse, at=now, absent_since=absent, asking_since=asks)
 
 
 def _hear(view: View, pulse: ControllerPulse, now: float) -> View:
@@ -101,14 +107,30 @@ def _hear(view: View, pulse: ControllerPulse, now: float) -> View:
     old, rewind = view.controller, view.rewind
     if old is not None and pulse.lineage > old.lineage:
         rewind = Rewind(at=now, from_step=old.step, to_step=min(pulse.step, old.step))
-    return replace(view, controller=pulse, controller_at=now, heard=view.heard | heard, rewind=rewind)
+    goes_on = old is not None and old.incarnation == pulse.incarnation
+    paused = now - view.controller_at >= unheard.FRESH_SECONDS
+    return replace(
+        view,
+        controller=pulse,
+        controller_at=now,
+        controller_since=view.controller_since if goes_on and not paused else now,
+        commits=_with_commit(view, pulse, now),
+        heard=view.heard | heard,
+        rewind=rewind,
+    )
 
 
-def picture_of(view: View, member: Member) -> MemberPicture | None:
-    """The member's present incarnation as its node's agent last showed it."""
-    seen = view.nodes.get(member.node)
-    shown = seen.pulse.members if seen is not None else ()
-    return next((p for p in shown if (p.member, p.incarnation) == (member.member, member.incarnation)), None)
+def _with_commit(view: View, pulse: ControllerPulse, now: float) -> tuple[Commit, ...]:
+    """The commits with the newest that the pulse tells of, if that is another one."""
+    old = view.controller
+    known = old is not None and (old.incarnation, old.committed_at) == (pulse.incarnation, pulse.committed_at)
+    if not pulse.committed_at or known:
+        return view.commits
+    # The epoch may have changed between the commit and the pulse.
+    told = next((one for one in (pulse, old) if one and one.epoch == (pulse.committed_epoch or pulse.epoch)), None)
+    members = {name: told.incarnations.get(name, Incarnation(0)) for name in told.in_epoch} if told else None
+    at = now - max(0.0, pulse.at - pulse.committed_at)
+    return (*view.commits, Commit(at=at, controller=pulse.incarnation, members=members))[-MAX_COMMITS:]
 
 
 # -- conclusions --------------------------------------------------------------------------------------------------------
@@ -179,7 +201,7 @@ def _is_absent(state: State, view: View, member: Member, now: float) -> bool:
 
 
 def _of_suspect(view: View, member: Member) -> Iterator[Event]:
-    shown = picture_of(view, member)
+    shown = recovery.picture_of(view, member)
     suspicion = member.suspicion
     if suspicion is None:
         return
@@ -199,69 +221,3 @@ def waited_for(pulse: ControllerPulse) -> set[MemberId]:
     words = set(pulse.waiting_for.replace(",", " ").replace(";", " ").split())
     named = {member for member in pulse.in_epoch if member in words}
     return named if len(named) < len(pulse.in_epoch) else set()
-
-
-def _of_incident(state: State, view: View, incident: Incident) -> Iterator[Event]:
-    if state.regroup is not None and state.regroup.incident == incident.incident:
-        return  # those that still run are being stopped: nobody is back before all are started together
-    who = [state.members[name] for name in incident.members if name in state.members]
-    back = [at for member in who if (at := _back_at(state, view, member)) is not None]
-    if incident.kind in ("agent", "master"):
-        nodes = state.nodes.values()
-        around = all(node.state != "silent" for node in nodes)
-        back, healed = ([max(node.seen_at for node in nodes)] if around else []), around
-    else:
-        healed = len(back) == len(who)
-    resumed_at: float | None = None
-    if _waits_for_commit(state, incident, who):
-        pulse = view.controller
-        if pulse is not None and pulse.committed_at > incident.occurred_at:
-            resumed_at = pulse.committed_at
-    elif back:
-        resumed_at = max(min(back), incident.occurred_at)
-    healed_at = max(back, default=incident.detected_at) if healed else None
-    news = IncidentMoved(
-        incident=incident.incident,
-        resumed_at=resumed_at if incident.resumed_at is None else None,
-        healed_at=healed_at if incident.healed_at is None else None,
-        lost=_lost(view, incident) if resumed_at is not None else "",
-    )
-    if news.resumed_at is not None or news.healed_at is not None:
-        yield news
-
-
-def _lost(view: View, incident: Incident) -> str:
-    """Steps that were committed and had to be computed again from their batches."""
-    rewind = view.rewind
-    if rewind is None or rewind.at < incident.occurred_at or rewind.from_step == rewind.to_step:
-        return ""
-    count = rewind.from_step - rewind.to_step
-    return f"the compute of {count} step{'s' if count > 1 else ''}"
-
-
-def _waits_for_commit(state: State, incident: Incident, who: list[Member]) -> bool:
-    return state.heard_by_controller and (incident.kind != "member" or any(member.role != "rollout" for member in who))
-
-
-def _back_at(state: State, view: View, member: Member) -> float | None:
-    """When the member was seen to be back in; None when it is not."""
-    if member.state not in ("running", "finished"):
-        return None
-    pulse, name = view.controller, member.member
-    if member.role == "controller":
-        back = pulse is not None and pulse.incarnation == member.incarnation
-        return view.controller_at if back else None
-    if member.role == "policy":
-        back = pulse is not None and name in pulse.in_epoch and pulse.incarnations.get(name) == member.incarnation
-        return view.controller_at if back else None
-    seen = view.nodes.get(member.node)
-    shown = picture_of(view, member)
-    if seen is None or shown is None or not shown.alive:
-        return None
-    speaks = shown.progress.beats > 0 or not state.plan.members[name].reports_progress
-    return _pulse_time(seen.pulse, shown) if speaks else None
-
-
-def _pulse_time(pulse: Pulse, shown: MemberPicture) -> float:
-    """When it last gave a sign of life."""
-    return pulse.at - shown.progress.age_seconds

@@ -15,7 +15,7 @@ import select
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -67,7 +67,7 @@ class Front:
         self._drills = list(drills)
         self._signals = Signals()
         self._master = Supervised(master_program(folder, port), cluster)
-        self._agents = {node: Supervised(agent_program(folder, node), cluster) for node in plan.nodes}
+        self._agents = {node: Supervised(agent_program(folder, node, plan.node_env.get(node)), cluster) for node in plan.nodes}
         self._status: JobStatus | None = None
         self._looked_at = 0.0
         self._stop_reason = ""
@@ -303,7 +303,7 @@ def master_program(folder: RunFolder, port: int) -> Program:
     return Program(name="master", argv=(*argv, "--port", str(port)), log=folder.places.logs / "master.log")
 
 
-def agent_program(folder: RunFolder, node: NodeId) -> Program:
+def agent_program(folder: RunFolder, node: NodeId, env: Mapping[str, str] | None = None) -> Program:
     """Its console script, since the module's name is taken by other distributions too."""
     run = folder.places.run.resolve()
     script = Path(sys.executable).with_name("aimaster-agent")
@@ -313,4 +313,5 @@ def agent_program(folder: RunFolder, node: NodeId) -> Program:
         argv=(*argv, "--run-dir", str(run), "--node", node, "--front-pid", str(os.getpid())),
         log=folder.places.node(node) / "agent.log",
         node=node,
+        env=dict(env or {}),
     )

@@ -116,11 +116,17 @@ def summarize(
     )
 
 
+def what(incident: IncidentStatus) -> str:
+    """Whom it struck and what it was: `node-1 node.lost (with it policy-1, rollout-1)`."""
+    others = dict.fromkeys(name for name in incident.deaths if name != incident.subject)
+    return f"{incident.subject} {incident.verdict.category}" + (f" (with it {', '.join(others)})" if others else "")
+
+
 def incident_line(incident: IncidentStatus) -> IncidentLine:
     resumed = incident.resumed_at
     return IncidentLine(
         incident=incident.incident,
-        what=f"{incident.subject} {incident.verdict.category}",
+        what=what(incident),
         action=incident.action,
         detected_after_seconds=round(max(0.0, incident.detected_at - incident.occurred_at), 3),
         recovered_after_seconds=None if resumed is None else round(max(0.0, resumed - incident.occurred_at), 3),

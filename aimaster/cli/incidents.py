@@ -43,7 +43,7 @@ def incidents(incident_id: str | None, master: str | None, run_dir: Path | None,
 def row(incident: IncidentStatus) -> tuple[str, ...]:
     return (
         incident.incident,
-        incident.subject + (" (drill)" if incident.drill else ""),
+        ", ".join((incident.subject, *with_it(incident))) + (" (drill)" if incident.drill else ""),
         incident.verdict.category,
         incident.verdict.fault_of,
         incident.action,
@@ -53,6 +53,11 @@ def row(incident: IncidentStatus) -> tuple[str, ...]:
         else f"after {seconds(max(0.0, incident.resumed_at - incident.occurred_at))}",
         incident.lost,
     )
+
+
+def with_it(incident: IncidentStatus) -> tuple[str, ...]:
+    """Members other than its subject whose deaths belong to it."""
+    return tuple(dict.fromkeys(name for name in incident.deaths if name != incident.subject))
 
 
 def story(incident: IncidentStatus) -> Iterator[str]:
@@ -75,6 +80,8 @@ def story(incident: IncidentStatus) -> Iterator[str]:
         if at is not None:
             clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
             yield f"  {clock}  {word} (after {seconds(max(0.0, at - incident.occurred_at))})"
+    if others := with_it(incident):
+        yield f"  with it: {', '.join(others)}"
     yield f"  lost: {incident.lost}"
     for heading, lines in (
         ("evidence", [f"{line.file}:{line.line} {line.text}".strip() for line in verdict.evidence]),

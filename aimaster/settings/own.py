@@ -128,7 +128,7 @@ class AimasterSettings(Table, frozen=True, kw_only=True):
     drill: str = ""
     """Faults to inflict: `kill:policy-1@20,stop:rollout-1@50`."""
     env: dict[str, dict[str, str]] = {}
-    """Environment variables for each node's members (`env.node-0.NAME = "value"`); `all` means every node."""
+    """Environment variables of a node's agent and of every member started there (`env.node-0.NAME = "value"`); `all`: of all members."""
     leases: LeaseSettings = LeaseSettings()
     """How long silence is borne."""
     budgets: BudgetSettings = BudgetSettings()

@@ -188,6 +188,8 @@ class ControllerPulse(msgspec.Struct, frozen=True, kw_only=True):
     """reward_mean, tokens_per_second, staleness_mean, buffered_groups, leased, admitted, dealt, trained, ..."""
     at: float
     committed_at: float = 0.0
+    committed_epoch: int = 0
+    """Epoch of the newest commit; 0 where it is not known any more."""
     waiting_for: str = ""
     """What the controller waits for now, in words; empty when training."""
     finding: str = ""

@@ -48,6 +48,8 @@ class IncidentStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The member is back in."""
     lost: str = "nothing"
     drill: bool = False
+    deaths: tuple[MemberId, ...] = ()
+    """Members whose deaths belong to it, in order; several where a node was lost or others followed."""
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):

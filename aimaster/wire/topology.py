@@ -41,6 +41,8 @@ class JobPlan(msgspec.Struct, frozen=True, kw_only=True):
     members: dict[MemberId, MemberSpec]
     placement: dict[MemberId, NodeId]
     """The node each member starts on; the master may move it when that node is gone."""
+    node_env: dict[NodeId, dict[str, str]] = {}
+    """Environment of a node: of its agent, and of every member that is started there."""
     restart_scope: RestartScope = "member"
     max_restarts: int = 3
     """Restarts of one member (of all ranks together where the scope is `job`) within `restart_window_seconds`."""

@@ -27,7 +27,7 @@ from rl_runtime.controller.group import Group
 from rl_runtime.controller.ledger import Ledger
 from rl_runtime.controller.rollouts import Rollouts, RowSource
 from rl_runtime.controller.settings import ControllerSettings
-from rl_runtime.records import Record
+from rl_runtime.records import Committed, Record
 
 PATIENCE_SECONDS: Final = 1.0
 """A question is held so long at most."""
@@ -63,6 +63,8 @@ class Desk:
         self.figures = Figures(now)
         self.committed_at = 0.0
         """When this controller saw the newest commit."""
+        self.committed_epoch = 0
+        """Epoch of that commit."""
         self.seen: dict[MemberId, float] = {}
         self.incarnations: dict[MemberId, Incarnation] = {}
         self.broken: LedgerBrokenError | None = None
@@ -188,8 +190,8 @@ class Desk:
         before = (self.ledger.account.head, self.ledger.account.epoch.number, self.ledger.account.finished)
         self.ledger.write(record)
         account = self.ledger.account
-        if account.head != before[0]:
-            self.committed_at = self.clock()
+        if isinstance(record, Committed):
+            self.committed_at, self.committed_epoch = self.clock(), record.epoch
         if (account.head, account.epoch.number, account.finished) != before:
             self.news.set()
 

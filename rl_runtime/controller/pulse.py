@@ -55,6 +55,7 @@ def make_pulse(desk: Desk, *, url: str, incarnation: Incarnation) -> ControllerP
         figures=desk.numbers(),
         at=desk.clock(),
         committed_at=desk.committed_at,
+        committed_epoch=desk.committed_epoch,
         waiting_for=waiting_for(desk.group),
         finding=category,
         finished=account.finished,

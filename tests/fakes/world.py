@@ -100,6 +100,10 @@ class World:
         self.history: list[tuple[Event, float]] = []
         self.proposals: list[Propose] = []
         self.sent: list[tuple[str, Order]] = []
+        self.unheard: set[str] = set()
+        """Members whose way to the controller is cut: they ask, and it hears nothing."""
+        self.left_out: set[str] = set()
+        """Of those, whoever a proposal left out of the epoch."""
         self.ports = 20000
         self.step = 0
         first = MasterStarted(term=1, plan=plan, attempt=1)
@@ -137,6 +141,7 @@ class World:
                     self.tell(PortChosen(port=self.ports, incarnation=action.incarnation))
                 case Propose():
                     self.proposals.append(action)
+                    self.left_out |= self.unheard.intersection(action.leave)
 
     def restart_master(self, *, attempt: int | None = None) -> None:
         for node in self.nodes.values():
@@ -272,7 +277,9 @@ class World:
                 incarnation=incarnation,
                 process=process(member),
                 alive=True,
-                progress=Progress(phase="compute", beats=node.beats.get(member, 1)),
+                progress=Progress(
+                    phase="wait" if member in self.unheard else "compute", beats=node.beats.get(member, 1)
+                ),
             )
             for member, incarnation in node.alive.items()
         )
@@ -287,7 +294,11 @@ class World:
         """What the controller says now; with `heard` it hears every process that lives."""
         living = self.living()
         self.step += commit
-        policies = tuple(name for name in living if self.plan.members[name].role == "policy")
+        self.left_out &= self.unheard
+        policies = tuple(
+            name for name in living if self.plan.members[name].role == "policy" and name not in self.left_out
+        )
+        audible = [name for name in living if name not in self.unheard]
         fields = {
             "url": "http://controller",
             "incarnation": living.get("controller-0", 0),
@@ -295,7 +306,7 @@ class World:
             "lineage": 0,
             "step": self.step,
             "steps": 100,
-            "seen": dict.fromkeys(living, self.now) if heard else {},
+            "seen": dict.fromkeys(audible, self.now) if heard else {},
             "incarnations": living,
             "in_epoch": policies,
             "at": self.now,

@@ -88,6 +88,11 @@ class Promises:
         if self.world.nodes[name].on_line:
             self.world.disconnect(name, cut=cut)
 
+    @precondition(lambda self: self.members is RL)
+    @rule(who=st.sets(st.sampled_from(sorted(RL))))
+    def the_network_to_the_controller_is_cut_or_heals(self, who):
+        self.world.unheard = who - {"controller-0"}
+
     @rule(name=st.sampled_from(["node-0", "node-1"]))
     def an_agent_is_slow(self, name):
         self.world.nodes[name].deaf = True
@@ -218,7 +223,10 @@ class Promises:
             assert incident.occurred_at <= incident.detected_at
             if incident.decided_at is not None:
                 assert incident.detected_at <= incident.decided_at
-            assert incident.healed_at is None or incident.decided_at is not None
+            moments = [incident.decided_at, incident.resumed_at, incident.healed_at]
+            told = [at for at in moments if at is not None]
+            assert moments[: len(told)] == told, "no moment before the one before it"
+            assert told == sorted(told)
 
     def teardown(self):
         world = self.world
@@ -231,6 +239,7 @@ class Promises:
     def _everybody_comes_back(self):
         """Given time and agents, whoever has budget runs again; and every reported death is known."""
         world = self.world
+        world.unheard = set()
         for name, node in world.nodes.items():
             if node.on_line:
                 world.hear(name)

@@ -160,6 +160,78 @@ def test_steps_computed_again_are_told_as_lost(rl):
     assert picture(rl.state, rl.view, rl.now).incidents[0].lost == "the compute of 2 steps"
 
 
+def test_an_incident_is_resumed_by_the_first_commit_that_it_had_held_up(rl):
+    """A commit that was under way at the death is none of those: its epoch still held the dead member."""
+    rl.disconnect("node-1")
+    rl.unheard = {"rollout-1"}
+    old = rl.pulse()
+    rl.connect("node-1")
+    rl.die("policy-1")
+    rl.now += 0.01
+    in_flight = {"in_epoch": old.in_epoch, "incarnations": old.incarnations, "committed_at": rl.now}
+    rl.see(ControllerPulsed(pulse=rl.pulse(**in_flight)))
+    assert the_incident(rl).resumed_at is None
+    rl.now += 0.5
+    with_epoch = {"epoch": 2, "committed_epoch": 1, "in_epoch": ("policy-0",), "committed_at": rl.now}
+    rl.see(ControllerPulsed(pulse=rl.pulse(**with_epoch)))
+    assert the_incident(rl).resumed_at is None, "the epoch changed after that commit"
+    rl.now += 0.5
+    rl.see(ControllerPulsed(pulse=rl.pulse(epoch=2, committed_epoch=2, in_epoch=("policy-0",), committed_at=rl.now)))
+    assert the_incident(rl).resumed_at == rl.now
+
+
+def test_a_hang_is_resumed_after_the_kill_never_before(rl):
+    """The last beat is when it occurred; commits between beat and verdict did not wait for it."""
+    rl.nodes["node-1"].deaf = True
+    rl.see(ControllerPulsed(pulse=rl.pulse(committed_at=rl.now - 1.0)))
+    suspect(rl, "policy-1", "state-T-twice")
+    rl.see(ControllerPulsed(pulse=rl.pulse(committed_at=rl.now)))
+    incident = the_incident(rl)
+    assert (incident.occurred_at, incident.resumed_at) == (rl.now - 6.0, None)
+    rl.hear("node-1")
+    rl.pass_time(3, commit=True)
+    incident = the_incident(rl)
+    assert incident.decided_at < incident.resumed_at <= incident.healed_at
+
+
+def test_a_controller_is_resumed_by_a_commit_of_its_next_start(rl):
+    """Being back alone is not enough, and neither is what the dead one committed last."""
+    rl.die("controller-0")
+    rl.see(ControllerPulsed(pulse=rl.pulse(incarnation=0, committed_at=rl.now)))
+    rl.pass_time(2)
+    assert the_incident(rl).resumed_at is None
+    rl.pass_time(1, commit=True)
+    incident = the_incident(rl)
+    assert incident.resumed_at == incident.healed_at == rl.now
+
+
+def test_a_drill_that_another_loss_overtakes_is_named_by_that_incident(rl):
+    """The member was stopped, its node died before that was noticed: one incident, which names the member and keeps the mark."""
+    rl.tell(DrillMarked(subject="rollout-1", note="stop:rollout-1@50"))
+    rl.lose_node("node-1")
+    rl.pass_time(20, commit=True)
+    (shown,) = picture(rl.state, rl.view, rl.now).incidents
+    assert shown.subject == "node-1"
+    assert shown.drill
+    assert "rollout-1" in shown.deaths
+    rl.die("rollout-1", "node-0")
+    assert not list(rl.state.incidents.values())[-1].drill
+
+
+def test_a_hung_member_whose_node_is_lost_before_it_could_be_killed_keeps_its_incident(rl):
+    """Its death is told by the hang's incident, the others' by the node's; both heal."""
+    rl.tell(DrillMarked(subject="rollout-1", note="stop:rollout-1@50"))
+    rl.nodes["node-1"].deaf = True
+    suspect(rl, "rollout-1", "state-T-twice")
+    rl.lose_node("node-1")
+    rl.pass_time(20, commit=True)
+    hang, node = rl.state.incidents.values()
+    assert (hang.subject, hang.deaths, hang.drill) == ("rollout-1", (("rollout-1", 0),), True)
+    assert (node.subject, node.deaths, node.drill) == ("node-1", (("policy-1", 0),), False)
+    assert hang.healed_at is not None
+    assert node.healed_at is not None
+
+
 # -- hangs ----------------------------------------------------------------------------------------------------------------
 
 
@@ -215,6 +287,99 @@ def test_a_suspect_for_whom_all_others_wait_is_killed(rl):
     assert "all others wait for it" in the_incident(rl).verdict.summary
 
 
+# -- cut off from the controller --------------------------------------------------------------------------------------------
+
+
+def test_a_policy_member_that_the_controller_does_not_hear_is_left_out_and_comes_back(rl):
+    """It asks and beats, the controller speaks and does not hear it: the epoch goes on without it, nobody is killed or started."""
+    rl.unheard = {"policy-1"}
+    cut_at = rl.now
+    rl.pass_time(9)
+    assert not rl.state.incidents
+    rl.pass_time(3)
+    incident = the_incident(rl)
+    assert (incident.subject, incident.verdict.category, incident.action) == (
+        "policy-1",
+        "net.unreachable",
+        "reform_without",
+    )
+    assert incident.verdict.culprit.node == "node-1"
+    assert [proposal.leave for proposal in rl.proposals] == [("policy-1",)]
+    assert cut_at <= incident.occurred_at <= cut_at + 1
+    first_commit_at = rl.now + 1
+    rl.pass_time(20, commit=True)
+    incident = the_incident(rl)
+    assert incident.resumed_at == first_commit_at
+    assert incident.healed_at is None
+    rl.unheard = set()
+    rl.pass_time(1, commit=True)
+    assert the_incident(rl).healed_at == rl.now
+    assert rl.living() == dict.fromkeys(RL, 0)
+    assert not orders(rl, KillMember)
+    assert len(rl.proposals) == 1
+
+
+def test_a_proposal_that_did_not_get_through_is_made_again(rl):
+    """While the controller still shows it in the epoch and does not hear it; in the same incident."""
+    rl.unheard = {"policy-1"}
+    rl.pass_time(12)
+    rl.left_out.clear()
+    rl.pass_time(11)
+    assert [proposal.leave for proposal in rl.proposals] == [("policy-1",)] * 2
+    assert len(rl.state.incidents) == 1
+
+
+def test_a_second_cut_is_an_incident_of_its_own(rl):
+    """Once it was back in."""
+    for _ in range(2):
+        rl.unheard = {"policy-1"}
+        rl.pass_time(15, commit=True)
+        rl.unheard = set()
+        rl.pass_time(3, commit=True)
+    assert [incident.subject for incident in rl.state.incidents.values()] == ["policy-1", "policy-1"]
+
+
+@pytest.mark.parametrize("why", ["computes", "controller silent", "all of them", "a rollout member"])
+def test_silence_alone_proves_nothing(rl, why):
+    """Not of one who computes, not to a controller that does not speak, not where nobody would be left; a rollout's leases expire."""
+    pulses = True
+    if why == "computes":
+        for _ in range(30):
+            rl.pass_time(1, controller=False)
+            seen = {name: rl.now for name in rl.living() if name != "policy-1"}
+            rl.see(ControllerPulsed(pulse=rl.pulse(seen=seen)))
+    else:
+        rl.unheard = {"policy-0", "policy-1"} if why == "all of them" else {"policy-1"}
+        rl.unheard = {"rollout-1"} if why == "a rollout member" else rl.unheard
+        pulses = why != "controller silent"
+        rl.pass_time(30, controller=pulses)
+    assert not rl.state.incidents
+    assert not rl.proposals
+    told = picture(rl.state, rl.view, rl.now).findings
+    assert any("asks, and the controller has not heard it" in line for line in told) == (
+        why in ("all of them", "a rollout member")
+    )
+
+
+def test_a_member_cut_off_with_its_agent_is_lost_with_its_node_and_fenced_when_it_returns(rl):
+    """Placed elsewhere as the next incarnation; the returning node's are killed by order, and the newer ones stay in."""
+    rl.unheard = {"policy-1", "rollout-1"}
+    rl.disconnect("node-1", cut=True)
+    rl.pass_time(15, commit=True)
+    assert the_incident(rl).subject == "node-1"
+    assert rl.proposals[-1].leave == ("policy-1",)
+    assert set(rl.nodes["node-0"].alive) == set(RL)
+    rl.unheard = set()
+    rl.connect("node-1")
+    killed = [(node, action.member, action.incarnation) for node, action in orders(rl, KillMember)]
+    assert sorted(killed) == [("node-1", "policy-1", 0), ("node-1", "rollout-1", 0)]
+    rl.pass_time(5, commit=True)
+    assert rl.nodes["node-1"].alive == {}
+    assert rl.living() == dict.fromkeys(RL, 0) | {"policy-1": 1, "rollout-1": 1}
+    assert len(rl.state.incidents) == 1
+    assert the_incident(rl).healed_at is not None
+
+
 # -- nodes, agents, masters -------------------------------------------------------------------------------------------------
 
 
@@ -265,6 +430,17 @@ def test_members_of_a_returning_lost_node_are_fenced(rl):
     rl.connect("node-1")
     assert node.alive == {}
     assert rl.nodes["node-0"].alive["policy-1"] == 1
+
+
+def test_a_member_has_the_environment_of_the_node_it_is_started_on():
+    """Not of the one it was planned for."""
+    world = World(plan_of(RL, node_env={"node-0": {"WHERE": "zero"}, "node-1": {"WHERE": "one"}}))
+    world.connect()
+    world.pass_time(30, commit=True)
+    world.lose_node("node-1")
+    world.pass_time(15, commit=True)
+    told = [(a.incarnation, a.spec.env["WHERE"]) for _, a in orders(world, StartMember) if a.spec.member == "policy-1"]
+    assert told == [(0, "one"), (1, "zero")]
 
 
 def test_a_node_replaced_under_its_name_gets_its_members_back(rl):
@@ -437,7 +613,37 @@ def test_waits_at_the_end_have_deadlines(rl):
     assert rl.state.phase == "stopping"
     rl.pass_time(31)
     assert rl.state.phase == "finished"
-    assert "gave up waiting for node-1" in rl.state.ending.reason
+    assert rl.state.ending.reason == "all 30 steps are committed"
+    assert any("gave up waiting for node-1" in line for line in picture(rl.state, rl.view, rl.now).findings)
+
+
+def test_a_suspected_member_of_a_finished_job_is_killed_at_once(rl):
+    """Whether suspected before or after the end: it is not waited for, and its incident is over as soon as it is told."""
+    suspect(rl, "policy-1")
+    rl.see(ControllerPulsed(pulse=rl.pulse(finished=True)))
+    assert [action.member for _, action in orders(rl, KillMember)] == ["policy-1"]
+    rl.tell(DrillMarked(subject="rollout-1", note="stop:rollout-1@30"))
+    suspect(rl, "rollout-1", "state-T-twice")
+    assert "rollout-1" not in rl.living()
+    for member in ("policy-0", "rollout-0"):
+        rl.die(member, signal=None, exit_code=0, expected=True)
+    assert (rl.state.phase, rl.state.ending.reason) == ("finished", "all 30 steps are committed")
+    first, second = rl.state.incidents.values()
+    assert [first.subject, second.subject] == ["policy-1", "rollout-1"]
+    assert (first.action, first.drill, second.drill) == ("ignore", False, True)
+    assert first.healed_at is not None
+    assert second.healed_at is not None
+
+
+def test_a_drill_at_the_very_end_is_told(rl):
+    """A kill that was announced has its incident even when the job ends before anybody would be started again."""
+    rl.see(ControllerPulsed(pulse=rl.pulse(finished=True)))
+    rl.tell(DrillMarked(subject="rollout-1", note="kill:rollout-1@30"))
+    rl.die("rollout-1")
+    rl.die("policy-1")
+    incident = the_incident(rl)
+    assert (incident.subject, incident.drill, incident.action) == ("rollout-1", True, "ignore")
+    assert sorted(rl.started()) == [(name, 0) for name in sorted(RL)]
 
 
 def test_a_gone_front_stops_everything_soon_and_keeps_the_memory(rl):

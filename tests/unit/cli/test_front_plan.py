@@ -47,6 +47,15 @@ def test_the_embedded_default_is_planned_as_the_file_says(root):
     assert msgspec.json.decode(msgspec.json.encode(plan), type=JobPlan) == plan
 
 
+def test_environment_of_a_node_belongs_to_the_node_and_not_to_the_member(root):
+    """So that a member which is started elsewhere takes the other node's; `all` belongs to every member."""
+    overrides = ["--aimaster.env.node-1.AIMASTER_URL", "http://proxy", "--aimaster.env.all.TZ", "UTC"]
+    plan = training(load(root / "examples" / "tiny.toml", overrides, {}).job)
+    assert plan.node_env == {"node-1": {"AIMASTER_URL": "http://proxy"}}
+    assert {spec.env["TZ"] for spec in plan.members.values()} == {"UTC"}
+    assert not any("AIMASTER_URL" in spec.env for spec in plan.members.values())
+
+
 def test_members_are_dealt_round_the_nodes_role_by_role():
     """Where nothing is wished, the n-th replica of each role lies on the n-th node, round and round."""
     placed = place({"controller": 1, "policy": 3, "rollout": 2}, NODES, {})

@@ -1,0 +1,84 @@
+"""What follows from a broken progress lease: a suspicion, its end by progress, or a kill, which needs evidence.
+
+The incident of a hang opens when the kill is ordered, and takes in the death that the kill brings about.
+"""
+
+from aimaster.brain import incidents, members, verdicts
+from aimaster.brain.draft import Draft
+from aimaster.brain.remedy import may_kill_hung
+from aimaster.brain.state import LIVE, Member
+from aimaster.wire import actions as orders
+from aimaster.wire.ids import Incarnation, MemberId
+from aimaster.wire.messages import HangSuspected
+
+
+def suspected(d: Draft, member: Member, event: HangSuspected) -> None:
+    """Its agent suspects a hang: it may be killed at once, where the two looks found evidence."""
+    if member.state not in LIVE or member.condemned_in is not None:
+        return
+    member = d.member(event.member, state="suspected", suspicion=event)
+    if d.state.ending is not None:
+        end_silent(d)
+        return
+    stopped, same_frame = "state-T-twice" in event.evidence, "same-frame-twice" in event.evidence
+    learnt = event.progress.lease_seconds is not None
+    if may_kill_hung(stopped_twice=stopped, same_frame_twice=same_frame, lease_learnt=learnt, others_wait_for_it=False):
+        why = "it was stopped (state T) in two looks" if stopped else "its thread was in the same frame in two dumps"
+        condemn(d, member, event, why)
+
+
+def hang_confirmed(d: Draft, name: MemberId, incarnation: Incarnation, why: str) -> None:
+    member = d.state.members.get(name)
+    if (
+        member is not None
+        and member.incarnation == incarnation
+        and member.suspicion is not None
+        and member.condemned_in is None
+    ):
+        condemn(d, member, member.suspicion, why)
+
+
+def withdrawn(d: Draft, name: MemberId, incarnation: Incarnation) -> None:
+    member = d.state.members.get(name)
+    if (
+        member is not None
+        and member.incarnation == incarnation
+        and member.state == "suspected"
+        and member.condemned_in is None
+    ):
+        d.member(name, state="running", suspicion=None)
+
+
+def hung_since(event: HangSuspected) -> float:
+    """Its last beat."""
+    return event.at - event.progress.age_seconds
+
+
+def condemn(d: Draft, member: Member, event: HangSuspected, why: str) -> None:
+    """A verdict on a hang: kill; its death is part of the incident that opens here."""
+    if d.state.ending is not None or d.state.regroup is not None:
+        return
+    verdict = verdicts.hang(member, event, why)
+    occurred_at = hung_since(event)
+    incident = incidents.open_incident(d, "member", member.member, verdict, occurred_at, (member.member,))
+    d.incident(incident.incident, decided_at=d.now, action=members.choose(d, incident, member))
+    d.member(member.member, condemned_in=incident.incident)
+    kill = orders.KillMember(member=member.member, incarnation=member.incarnation, reason=verdict.summary)
+    d.order(member.node, kill, f"incident {incident.incident}")
+
+
+def end_silent(d: Draft) -> None:
+    """Kill suspected members of a finished job: nobody needs them any more, and they would leave only by force."""
+    ending = d.state.ending
+    if ending is None or ending.outcome != "finished" or ending.nodes_ordered:
+        return  # else the order to their node ends them
+    for member in list(d.state.members.values()):
+        event = member.suspicion
+        if member.state != "suspected" or event is None or member.condemned_in is not None:
+            continue
+        why = "the job is finished: it is not waited for"
+        verdict = verdicts.hang(member, event, why)
+        incident = incidents.noted(d, member, verdict, hung_since(event))
+        d.member(member.member, condemned_in=incident.incident)
+        kill = orders.KillMember(member=member.member, incarnation=member.incarnation, reason=verdict.summary)
+        d.order(member.node, kill, f"incident {incident.incident}")
