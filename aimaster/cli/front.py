@@ -67,7 +67,9 @@ class Front:
         self._drills = list(drills)
         self._signals = Signals()
         self._master = Supervised(master_program(folder, port), cluster)
-        self._agents = {node: Supervised(agent_program(folder, node, plan.node_env.get(node)), cluster) for node in plan.nodes}
+        self._agents = {
+            node: Supervised(agent_program(folder, node, plan.node_env.get(node)), cluster) for node in plan.nodes
+        }
         self._status: JobStatus | None = None
         self._looked_at = 0.0
         self._stop_reason = ""
