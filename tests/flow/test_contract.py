@@ -146,8 +146,50 @@ def test_training_does_not_notice_a_killed_agent(running: Job) -> None:
     assert {one.member: one.process for one in after.members} == {one.member: one.process for one in before.members}
 
 
+def test_a_member_that_only_the_controller_cannot_reach_is_left_out_and_comes_back(
+    running: Job, wires: tuple[Proxy, Proxy]
+) -> None:
+    """Its agent shows it asking in vain: the others go on without it, nobody is killed, and it is in again once the network heals."""
+    at_a_random_moment(running)
+    before = running.all_running()
+    processes = {one.member: one.process for one in before.members}
+    wires[0].cut()
+    try:
+        running.at_step(before.step + 4, seconds=60)
+        without = until(running.status, "a master that answers", 30)
+        assert [one.member for one in without.members if one.in_epoch] == ["policy-0"]
+    finally:
+        wires[0].heal()
+    after = running.all_running()
+    assert {one.member: one.process for one in after.members} == processes
+    running.next_steps(2)
+    incident = until(
+        lambda: next((one for one in running.incidents("policy-1") if one.healed_at and not one.deaths), None),
+        "an incident that is over",
+        30,
+        tell=running.story,
+    )
+    assert (incident.verdict.category, incident.verdict.culprit.node) == ("net.unreachable", "node-1")
+    assert incident.action == "reform_without"
+
+
+def test_a_lost_node_costs_nothing_that_was_trained(running: Job) -> None:
+    """Its agent is stopped, its shims, members and agent are killed, both its folders deleted: its state comes from the peer copy."""
+    at_a_random_moment(running)
+    before = running.all_running()
+    assert "policy-1" in [one.member for one in before.members if one.node == "node-1"]
+    running.lose_node("node-1")
+    running.next_steps(3, seconds=60)
+    running.all_running(seconds=120)
+    after = running.next_steps(2)
+    assert after.lineage == before.lineage
+    assert after.step > before.step
+
+
 def test_a_side_that_is_cut_off_is_fenced_and_comes_back(running: Job, wires: tuple[Proxy, Proxy]) -> None:
-    """The others go on without it; when the network heals it is in again, and no step was committed twice (the audit says so)."""
+    """Agent and members alike: the node is lost and its members start elsewhere; when the network heals those of before are ended,
+    and no step was committed twice (the audit says so).
+    """
     at_a_random_moment(running)
     before = until(running.status, "a master that answers", 30)
     for wire in wires:
@@ -161,18 +203,6 @@ def test_a_side_that_is_cut_off_is_fenced_and_comes_back(running: Job, wires: tu
             wire.heal()
     running.all_running(seconds=120)
     running.next_steps(2)
-
-
-def test_a_lost_node_costs_nothing_that_was_trained(running: Job) -> None:
-    """Its agent is stopped, its shims, members and agent are killed, both its folders deleted: its state comes from the peer copy."""
-    at_a_random_moment(running)
-    before = running.all_running()
-    running.lose_node("node-1")
-    running.next_steps(3, seconds=60)
-    running.all_running(seconds=120)
-    after = running.next_steps(2)
-    assert after.lineage == before.lineage
-    assert after.step > before.step
 
 
 def test_at_the_end_nothing_is_lost_and_nothing_was_trained_twice(running: Job) -> None:
