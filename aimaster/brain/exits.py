@@ -26,6 +26,11 @@ _NAMES: Final = {
 }
 """Linux numbers: members run there, whatever the reader of their journal runs on."""
 _SIGTERM: Final = 15
+_SIGKILL: Final = 9
+ECHO_SECONDS: Final = 60.0
+"""What a log said of a peer explains an end that follows this soon; a process that went on longer had lived through it."""
+ECHO_LINES: Final = 20
+"""And of a log without times, what stands in its last lines."""
 _CRASHES: Final = {4: "app.segfault", 7: "node.shm_full", 8: "app.segfault", 11: "app.segfault"}
 _EXCEPTION_LINE = re.compile(
     r"^(?:\[[^\]]*\]:? ?)?(?P<name>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Failure|Fault))(?:: (?P<message>.*))?$"
@@ -35,6 +40,18 @@ _ECHO = re.compile(
     r"DistBackendError|DistNetworkError|DistStoreError|SignalException|ChildFailedError|Socket closed|Connection refused"
 )
 _DUMP = re.compile(r"^(?:\[[^\]]*\]:? ?)?Timeout \([\d:.]+\)!", re.MULTILINE)
+
+
+def at_the_end(findings: Iterable[Finding], now: float | None) -> tuple[Finding, ...]:
+    """The statements that may have to do with an end at `now`: no echo that the process caught, or lived through."""
+    return tuple(one for one in findings if one.role != "follower" or _is_last_word(one, now))
+
+
+def _is_last_word(echo: Finding, now: float | None) -> bool:
+    said_at = echo.last_seconds if echo.last_seconds is not None else echo.time_seconds
+    late = said_at is None or now is None or now - said_at <= ECHO_SECONDS
+    went_on = echo.details.get("steps_after", "0") != "0"
+    return late and not went_on and echo.severity != "info"
 
 
 def from_exit(
@@ -55,7 +72,7 @@ def from_exit(
     """
     code, number = _normal(exit_code, signal)
     culprit = Culprit(node=node, rank=rank, pid=pid)
-    found = [one for one in log_findings if one.kind == "sign" and one.role != "benign"]
+    found = [one for one in at_the_end(log_findings, now) if one.kind == "sign" and one.role != "benign"]
     own = [one for one in found if one.role == "self" and one.weight >= 20 and one.category != "process.killed"]
     hang = next((one for one in own if one.category == "hang.straggler"), None)
     if code == 1 and (hang is not None or _DUMP.search(log_tail)):
@@ -101,7 +118,9 @@ def _echo_or_killed(
     now: float | None,
 ) -> Verdict:
     echo = max((one for one in found if one.role == "follower"), key=lambda one: one.weight, default=None)
-    if echo is not None or _ECHO.search(tail):
+    last_words = "\n".join(tail.splitlines()[-ECHO_LINES:]) if number is None else ""
+    # A SIGKILL comes from outside, whatever was said before; only its own end can be caused by what it said.
+    if number != _SIGKILL and (echo is not None or _ECHO.search(last_words)):
         how = f"exit code {code}" if number is None else _name(number)
         return _verdict(
             "process.killed",

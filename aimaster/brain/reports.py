@@ -1,8 +1,11 @@
 """What the engine does with an agent's words: who is on the line, what lives there, and what its reports say."""
 
+import msgspec
+
 from aimaster.brain import endings, incidents, leases, members, roots, verdicts
 from aimaster.brain.draft import Draft
 from aimaster.brain.events import Send
+from aimaster.brain.exits import at_the_end
 from aimaster.brain.remedy import is_echo
 from aimaster.brain.state import LIVE, Member, Node, SubjectKind
 from aimaster.wire import actions as orders
@@ -208,6 +211,7 @@ def _exited(d: Draft, node: NodeId, event: MemberExited) -> None:
         d.member(event.member, state="finished" if finished else "stopped", exit_code=event.exit_code, suspicion=None)
         _left(d)
         return
+    event = msgspec.structs.replace(event, findings=at_the_end(event.findings, event.at))
     verdict = roots.of_exit(d.state, member, event)
     echo = is_echo(
         roles=(finding.role for finding in event.findings if finding.kind == "sign"),

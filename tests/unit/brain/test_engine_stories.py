@@ -1,5 +1,6 @@
 """The engine told story by story: what happens, what is ordered, what the incident says."""
 
+import msgspec
 import pytest
 
 from aimaster.brain.events import ControllerPulsed, DrillMarked, FrontGone, StopRequested
@@ -285,6 +286,19 @@ def test_a_suspect_for_whom_all_others_wait_is_killed(rl):
     rl.see(ControllerPulsed(pulse=rl.pulse(waiting_for="shares of policy-1")))
     assert [action.member for _, action in orders(rl, KillMember)] == ["policy-1"]
     assert "all others wait for it" in the_incident(rl).verdict.summary
+
+
+def test_an_exception_with_an_old_echo_in_its_log_stops_the_job_at_once(ranks):
+    """What it said of a peer minutes before is nothing to wait for: it is no follower of anybody."""
+    old = msgspec.structs.replace(finding("net.rdma_error", role="follower"), time_seconds=ranks.now - 300)
+    ranks.die("rank-0", signal=None, exit_code=1, findings=(old, finding("app.exception")))
+    assert ranks.state.phase == "failed"
+    ranks_of_old = World(plan_of(RANKS, kind="command", restart_scope="job"))
+    ranks_of_old.connect()
+    ranks_of_old.pass_time(30)
+    old = msgspec.structs.replace(old, time_seconds=ranks_of_old.now - 300)
+    ranks_of_old.die("rank-0", signal=None, exit_code=1, findings=(old,))
+    assert the_incident(ranks_of_old).settle_at is None
 
 
 # -- cut off from the controller --------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 import signal
 
 import pytest
+from msgspec.structs import replace
 
 from aimaster.brain.diagnose import from_exit
 from aimaster.catalogue import load
@@ -54,6 +55,36 @@ def test_a_victim_of_a_dead_peer_is_never_the_root():
     assert got.action == "restart_process"
     assert got.category == "process.killed"
     assert got.confidence < 0.5
+
+
+ABORT = '{"ts":"2026-01-05T10:00:00Z","event":"reduction failed","reason":"gloo: Connection closed by peer [127.0.0.1]:41234"}'
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_an_old_echo_does_not_explain_a_kill(number):
+    """A reduction that was aborted 180 steps earlier is still in the log's tail: the member had lived through it."""
+    echoes = [replace(one, time_seconds=5.0 - 180.0) for one in said(*GLOO.splitlines())]
+    assert echoes
+    got = from_exit("policy-1", "n1", 1, 812, None, number, echoes, log_tail=ABORT, now=5.0)
+    assert (got.category, got.fault_of, got.action) == ("process.killed", "transient", "restart_process")
+    assert "peer" not in got.summary
+
+
+def test_a_sigkill_has_no_echo_however_fresh():
+    """It comes from outside, whatever the process said a moment before."""
+    fresh = [replace(one, time_seconds=4.5) for one in said(*GLOO.splitlines())]
+    assert "peer" not in from_exit("p", "n1", 1, 812, None, signal.SIGKILL, fresh, log_tail=GLOO, now=5.0).summary
+    assert "peer" in from_exit("p", "n1", 1, 812, None, signal.SIGABRT, fresh, log_tail=GLOO, now=5.0).summary
+
+
+@pytest.mark.parametrize(
+    "lived_through", [{"time_seconds": -200.0}, {"severity": "info"}, {"details": {"steps_after": "3"}}]
+)
+def test_an_echo_counts_only_as_the_last_word(lived_through):
+    """Not when it is old, was logged as a warning, or steps were reported after it."""
+    echoes = [replace(one, **lived_through) for one in said(*GLOO.splitlines())]
+    assert from_exit("p", "n1", 1, 812, 3, None, echoes, log_tail="step 9\n", now=5.0).category == "unknown"
+    assert from_exit("p", "n1", 1, 812, 1, None, echoes, log_tail=TRACE, now=5.0).category == "app.exception"
 
 
 def test_the_self_fence_is_a_hang_not_an_exception():
