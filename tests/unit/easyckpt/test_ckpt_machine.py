@@ -1,0 +1,191 @@
+"""Save, flush, replicate, lose, damage, go back and restore, in any order, against a model of what must be there."""
+
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from easyckpt import Checkpointer, shm, snapshot
+from easyckpt.errors import Corrupt
+from easyckpt.flush import Flusher
+from easyckpt.lineage import History
+from easyckpt.replica import open_for_send, receive
+
+ROOT = Path(f"/dev/shm/easyckpt-machine-{os.getpid()}")
+QUIET = {"on_event": lambda _event: None}
+
+
+class Machine(RuleBasedStateMachine):
+    """One member, its memory, a copy that comes and goes, a storage. The model: which versions must be readable, and with which value."""
+
+    @initialize()
+    def begin(self):
+        self.root = ROOT / uuid.uuid4().hex
+        self.folder, self.storage = self.root / "memory", self.root / "storage"
+        self.value = {}  # version -> what its tensor holds
+        self.flushed, self.dead = set(), set()
+        self.pins = []
+        self.step, self.base, self.lineage = 0, 0, 0
+        self.open()
+
+    def open(self):
+        self.engine = Checkpointer(self.storage, folder=self.folder, on_sealed=lambda _path, _header: None, **QUIET)
+
+    def held(self):
+        """Versions in memory that a read of the files proves: what is on the disk decides, not what the engine thinks."""
+        found = set()
+        for segment in shm.scan(self.folder):
+            try:
+                shm.verify(segment.path)
+            except Corrupt:
+                continue
+            found.add(segment.header.version)
+        return found
+
+    def alive(self):
+        return {version for version in self.held() | self.flushed if version not in self.dead}
+
+    @rule(number=st.integers(1, 10**6))
+    def save(self, number):
+        before = self.held()
+        self.step += 1
+        state = {"w": torch.full((9000,), float(number)), "step": self.step}
+        saved = self.engine.save(self.step, state, lineage=self.lineage)
+        self.engine.wait()
+        version = (self.lineage, self.step)
+        if saved:
+            self.value[version] = float(number)
+            assert version in self.held()
+        else:
+            assert len(self.pins) >= 1
+            assert self.held() == before
+
+    @rule()
+    def flush(self):
+        flusher = Flusher(self.folder, self.storage, keep=2)
+        try:
+            record = flusher.flush_newest()
+        except Corrupt:
+            return
+        if record is not None:
+            self.flushed.add(record.version)
+        stored = {
+            candidate.version for candidate in Checkpointer.candidates(self.engine) if candidate.tier == "storage"
+        }
+        self.flushed = {version for version in self.flushed if self.on_storage(version)} | stored
+
+    def on_storage(self, version):
+        return any((self.storage / "trainer").glob(f"l{version[0]:03d}-s{version[1]:09d}-e*/manifest.json"))
+
+    @precondition(lambda self: any(segment.tier == "shm" for segment in shm.scan(self.folder)))
+    @rule()
+    def replicate(self):
+        segment = next(one for one in shm.scan(self.folder) if one.tier == "shm")
+        try:
+            receive(self.folder, open_for_send(segment.path)[2], segment.path.name)
+        except Corrupt:
+            assert segment.header.version not in self.held()
+
+    @precondition(lambda self: self.pins == [] and shm.scan(self.folder))
+    @rule()
+    def pin(self):
+        self.pins.append(shm.pin(shm.scan(self.folder)[0].path))
+
+    @precondition(lambda self: self.pins)
+    @rule()
+    def unpin(self):
+        shm.unpin(self.pins.pop())
+
+    @rule(in_the_middle=st.booleans())
+    def die(self, in_the_middle):
+        """The trainer is gone without a word, perhaps in the middle of a save; the next one opens the same folder.
+
+        What was newest in memory is there still, or, if that was overwritten because another copy is pinned, the pinned one.
+        """
+        before = {segment.header.version for segment in shm.scan(self.folder)}  # damage is not known before a read
+        if in_the_middle:
+            captured = snapshot.capture({"w": torch.zeros(9000), "step": self.step + 1})
+            header = self.engine._header(History(lineage=self.lineage, step=self.step + 1), captured)
+            slot = self.engine._saver.claim(header)
+            if slot is not None:
+                view = slot.view()
+                view[:20_000] = b"h" * 20_000
+                view.release()
+        for mark in self.folder.glob("*.writer.*"):
+            mark.unlink()
+        self.engine._saver.close(10)
+        self.engine._closed = True
+        after = {segment.header.version for segment in shm.scan(self.folder)}
+        if before:
+            assert after
+            assert max(before) in after or self.pins
+        self.open()
+
+    @precondition(lambda self: len(self.alive()) > 1)
+    @rule(data=st.data())
+    def damage_the_newest_copies(self, data):
+        """A bit flips in every memory copy of the newest version."""
+        newest = max(self.alive())
+        if newest not in self.held() or self.pins:
+            return
+        for segment in shm.scan(self.folder):
+            if segment.header.version == newest:
+                at = data.draw(st.integers(segment.prefix_bytes, segment.nbytes - 1))
+                with open(segment.path, "r+b") as file:
+                    file.seek(at)
+                    byte = file.read(1)[0]
+                    file.seek(at)
+                    file.write(bytes([byte ^ 0x10]))
+
+    @precondition(lambda self: not self.pins)
+    @rule()
+    def lose_the_memory(self):
+        for path in self.folder.glob("*.safetensors"):
+            path.unlink()
+
+    @precondition(lambda self: len(self.alive()) > 1)
+    @rule(data=st.data())
+    def go_back(self, data):
+        """To any living version; what was above it is dead once the new lineage has saved."""
+        version = data.draw(st.sampled_from(sorted(self.alive())))
+        state = {"w": torch.zeros(9000), "step": 0}
+        assert self.engine.restore(state, at=version) is not None
+        above = {other for other in self.value if other > version and other not in self.dead}
+        if above:
+            self.lineage = max(self.lineage, version[0]) + 1
+        self.step = version[1]
+        self.save(7)
+        if (self.lineage, self.step) in self.value and self.value[(self.lineage, self.step)] == 7.0:
+            self.dead |= {other for other in above if other[0] < self.lineage and other[1] > version[1]}
+
+    @invariant()
+    def the_newest_living_version_loads_with_its_own_values(self):
+        if not hasattr(self, "engine"):
+            return
+        state = {"w": torch.zeros(9000), "step": 0}
+        try:
+            restored = self.engine.restore(state)
+        except Corrupt:
+            restored = None
+        living = self.alive()
+        if restored is None:
+            assert not living
+            return
+        version = (restored.lineage, restored.step)
+        assert version == max(living)
+        assert state["w"].unique().tolist() == [self.value[version]]
+        assert state["step"] == version[1]
+
+    def teardown(self):
+        if hasattr(self, "engine"):
+            self.engine.close()
+            shutil.rmtree(self.root, ignore_errors=True)
+
+
+Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestMachine = Machine.TestCase
