@@ -88,13 +88,15 @@ def _act(d: Draft, incident: Incident, member: Member, action: Action) -> None:
             purse = member.budget.spend(now=room_at, window_seconds=window)
             d.member(member.member, budget=purse, start_at=room_at)
         return
+    # A drill says nothing about the member: it neither costs a restart nor counts as dying young.
+    quick = max(0, member.quick_deaths - 1) if incident.drill else member.quick_deaths
     pause = (
         budget.LONGEST_PAUSE_SECONDS
         if action == "reform_without"
-        else budget.pause_seconds(quick_deaths=member.quick_deaths)
+        else budget.pause_seconds(quick_deaths=0 if incident.drill else quick)
     )
     purse = member.budget if incident.drill else member.budget.spend(now=d.now, window_seconds=window)
-    d.member(member.member, budget=purse, start_at=d.now + pause)
+    d.member(member.member, budget=purse, quick_deaths=quick, start_at=d.now + pause)
     if pause == 0:
         start_due(d, member.member, member.incarnation)
 

@@ -90,7 +90,10 @@ def step_of(status: JobStatus) -> int:
 
 
 def due(waiting: Sequence[Drill], status: JobStatus) -> tuple[Drill, ...]:
-    """Those of `waiting` to inflict now. A dead subject is waited for. A hang is announced a step early: the member does it by itself."""
+    """Those of `waiting` to inflict now. A dead subject is waited for.
+
+    A hang is announced a step early: the member does it by itself, in its first start only.
+    """
     step = step_of(status)
     return tuple(drill for drill in waiting if drill.step - (drill.fault == "hang") <= step and _lives(drill, status))
 
@@ -99,6 +102,8 @@ def _lives(drill: Drill, status: JobStatus) -> bool:
     if drill.fault == "node" or drill.subject == MASTER or drill.subject.startswith(AGENT):
         return True
     member = _member(drill.subject, status)
+    if drill.fault == "hang" and member is not None and member.incarnation > 0:
+        return False  # told at the end as not reached
     return member is not None and member.process is not None and member.state in ("running", "suspected")
 
 

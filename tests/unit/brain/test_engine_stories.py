@@ -125,6 +125,16 @@ def test_quick_deaths_in_a_row_are_restarted_after_a_pause(rl):
     assert rl.living()["rollout-0"] == 3
 
 
+def test_drills_in_quick_succession_are_no_crash_loop(rl):
+    """Each restart comes at once, and a real death after them is the first quick one."""
+    for _ in range(5):
+        rl.tell(DrillMarked(subject="rollout-0", note="kill"))
+        rl.die("rollout-0")
+        assert "rollout-0" in rl.living()
+    rl.die("rollout-0")
+    assert rl.living()["rollout-0"] == 6
+
+
 def test_a_start_that_fails_is_a_death(rl):
     """A member that could not be started is reported as an exit without a process, and tried again within the budget."""
     rl.die("rollout-0", signal=None, exit_code=127)

@@ -114,6 +114,13 @@ def test_a_drill_is_due_at_its_step_while_its_subject_lives(text, step, state, i
     assert bool(due(parse_drills(text), picture(member(state=state), step=step))) == is_due
 
 
+def test_a_hang_of_a_member_that_was_started_again_is_never_due():
+    """Members hang in their first start only; the summary names the drill as not reached."""
+    again = msgspec.structs.replace(member(), incarnation=1)
+    assert due(parse_drills("hang:policy-1@20"), picture(again, step=30)) == ()
+    assert due(parse_drills("kill:policy-1@20"), picture(again, step=30)) != ()
+
+
 def test_steps_of_a_wrapped_command_are_those_its_ranks_report():
     """Without a controller, the newest step that any rank reported counts."""
     assert step_of(picture(member("rank-0", step=3), member("rank-1", step=4), kind="command")) == 4
