@@ -1,8 +1,9 @@
 """Progress leases: reads what the training threads say, and when one falls silent looks for evidence and reports the suspicion.
 
-A lease is the member's own, learnt in its process; a young one borrows that of its role once it is past the first silence of the phase;
-unlearnt, it is `startup_hang_seconds`. A process stopped by a signal for longer than the shortest lease counts as silent at once.
-Two looks follow: a second apart, and one lease apart with a stack dump each. A beat withdraws the suspicion. Nobody is killed here.
+A lease is the member's own, learnt in its process or from its log; a young one borrows that of its role once it is past the first silence
+of the phase; unlearnt, it is `startup_hang_seconds`. A process stopped by a signal for longer than the shortest lease counts as silent at
+once. Two looks follow: a second apart, and one lease apart with a stack dump each; where several ranks work together, at all of them, since
+the silent one may only wait for another. A beat withdraws the suspicion. Nobody is killed here.
 """
 
 import asyncio
@@ -11,21 +12,28 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import structlog
 
-from agents import stacks
+from agents import ranks, stacks
 from agents.config import Pace
 from agents.member import Member
+from agents.rules.groups import Apart, RankLook, describe, find_apart, group
 from agents.rules.hang import STOPPED, Look, evidence
 from agents.sensors.process import read_process
-from aimaster.client import ProgressReading, read_progress
+from agents.steps import LogSteps
+from aimaster.client import Leases, ProgressReading, read_progress
 from aimaster.wire.ids import MemberId
-from aimaster.wire.messages import AgentEvent, HangSuspected, MemberPicture, Progress
+from aimaster.wire.messages import AgentEvent, Found, HangSuspected, MemberPicture, Progress
 from aimaster.wire.places import progress_file
 
 LONGEST_BETWEEN_REPORTS = 60.0
 GROUP_PHASES = frozenset({"reduce"})
 """There a member waits for others: to stand in one place is no fault of its own."""
+COMMAND_ROLE = "command"
+LOG_APART_SECONDS = 60.0
+"""A lone program known by its log alone must stand still for at least so long, and use no processor: its phases are not known for sure."""
+MOST_LOOKS = 8
 log = structlog.get_logger()
 
 
@@ -41,6 +49,8 @@ class _Watched:
         self.stopped_since: float | None = None
         self.state_read_at = 0.0
         self.investigated = False
+        self.steps: LogSteps | None = None
+        """Where it reports none itself."""
 
     @property
     def pid(self) -> int:
@@ -53,6 +63,8 @@ class _Watched:
     def read(self) -> None:
         """Take the newest whole reading, if it is another one; the file is gone or torn at times, which tells nothing."""
         reading = read_progress(self.path)
+        if reading is None and self.steps is not None:
+            reading = self.steps.reading()
         if reading is not None and (
             self.reading is None or reading.beats != self.reading.beats or reading.pid != self.reading.pid
         ):
@@ -67,21 +79,33 @@ class HangWatch:
         self,
         memory: Path,
         *,
+        node: str,
         pace: Pace,
         report: Callable[[AgentEvent, float], None],
         spawn: Callable[[str, Coroutine[Any, Any, None]], None],
     ) -> None:
         self.suspected: dict[str, int] = {}
         """Suspicions raised, by role."""
+        self._node = node
         self._memory = memory
         self._pace = pace
         self._report = report
         self._spawn = spawn
         self._watched: dict[MemberId, _Watched] = {}
         self._role_leases: dict[tuple[str, str], float] = {}
+        self._looking_at_ranks = False
 
     def add(self, member: Member) -> None:
-        self._watched[member.name] = _Watched(member, progress_file(self._memory, member.name), time.monotonic())
+        watched = _Watched(member, progress_file(self._memory, member.name), time.monotonic())
+        if not member.spec.reports_progress:
+            watched.steps = LogSteps(watched.pid, Leases(member.spec.lease_floor_seconds))
+        self._watched[member.name] = watched
+
+    def hear(self, member: Member, fresh: bytes) -> None:
+        """What the member's log has gained: its steps are progress where it reports none itself."""
+        watched = self._watched.get(member.name)
+        if watched is not None and watched.member is member and watched.steps is not None:
+            watched.steps.feed(fresh, time.monotonic(), time.time())
 
     def remove(self, member: Member) -> None:
         watched = self._watched.get(member.name)
@@ -95,9 +119,15 @@ class HangWatch:
             watched.read()
             self._learn(watched)
             self._note_state(watched, now)
-            if not watched.investigated and self._broken(watched, now):
-                watched.investigated = True
-                self._spawn(f"look at {watched.member.name}", self._investigate(watched))
+            if watched.investigated or not self._broken(watched, now):
+                continue
+            together = watched.member.spec.role == COMMAND_ROLE and watched.stopped_since is None
+            if together and self._looking_at_ranks:
+                continue
+            watched.investigated = True
+            self._looking_at_ranks = self._looking_at_ranks or together
+            look = self._investigate_ranks if together else self._investigate
+            self._spawn(f"look at {watched.member.name}", look(watched))
 
     def progress(self, member: MemberId) -> Progress:
         """The member's progress as the master shows it."""
@@ -214,10 +244,19 @@ class HangWatch:
         return look, text or ""
 
     def _suspect(self, watched: _Watched, first: Look, second: Look, text: str) -> None:
-        member = watched.member
+        reading = watched.reading
+        alone = reading is not None and reading.phase not in GROUP_PHASES and not ranks.is_rank(watched.member)
+        lease = self._learnt(watched) if alone else None
+        by_log = watched.steps is not None and reading is not None and reading.thread == 0
+        if lease is not None and by_log:
+            lease = max(lease, LOG_APART_SECONDS)
+        words = evidence(first, second, lease_seconds=lease)
+        if by_log and "no-cpu" not in words:
+            words = tuple(word for word in words if word != "same-frame-twice")
+        self._tell(watched.member, self.progress(watched.member.name), words, tuple(text.splitlines()))
+
+    def _tell(self, member: Member, progress: Progress, words: tuple[str, ...], lines: tuple[str, ...]) -> None:
         role = member.spec.role
-        alone = watched.reading is not None and watched.reading.phase not in GROUP_PHASES
-        words = evidence(first, second, lease_seconds=self._learnt(watched) if alone else None)
         self.suspected[role] = self.suspected.get(role, 0) + 1
         log.warning("hang_suspected", member=member.name, incarnation=member.incarnation, evidence=list(words))
         now = time.time()
@@ -226,10 +265,59 @@ class HangWatch:
                 member=member.name,
                 role=role,
                 incarnation=member.incarnation,
-                progress=self.progress(member.name),
+                progress=progress,
                 evidence=words,
-                stacks=tuple(text.splitlines()[: stacks.MOST_LINES]),
+                stacks=lines[: stacks.MOST_LINES],
                 at=now,
             ),
             now,
         )
+
+    # -- looks at all ranks ------------------------------------------------------------------------------------------
+
+    async def _investigate_ranks(self, watched: _Watched) -> None:
+        """The same for a command: at all its ranks on this node, of which the silent one may only wait for another."""
+        try:
+            there = await asyncio.to_thread(ranks.find_ranks, [one.member for one in self._watched.values()])
+            if len(there) < 2:
+                self._looking_at_ranks = False
+                await self._investigate(watched)
+                return
+            beats, history, pause = watched.beats, list[list[RankLook]](), self._pace.look_seconds
+            lease = self._learnt(watched)
+            span = lease or watched.member.spec.lease_floor_seconds
+            while self._still_silent(watched, beats):
+                looks, texts = await ranks.look(there, self._pace.dump_seconds)
+                if len(looks) < len(there):
+                    return  # one has died: its end tells more
+                history = [*history, looks][-MOST_LOOKS:]
+                apart = find_apart(history, lease_seconds=span)
+                if apart is not None:
+                    self._accuse(watched, looks, texts, apart)
+                elif len(history) == 2:
+                    self._tell(watched.member, self.progress(watched.member.name), (), tuple(describe(group(looks))))
+                await asyncio.sleep(pause)
+                pause = span if len(history) < 3 else min(2 * pause, max(span, LONGEST_BETWEEN_REPORTS))
+        finally:
+            self._looking_at_ranks = False
+            watched.investigated = False
+
+    def _accuse(self, silent: _Watched, looks: list[RankLook], texts: dict[int, str], apart: Apart) -> None:
+        """Report the guilty: as findings, and the members they belong to as suspected with evidence."""
+        groups = group(looks)
+        now = time.time()
+        for finding in ranks.accuse(self._node, looks, groups, apart, now):
+            self._report(Found(finding=finding), now)
+        if apart.kind != "straggler":
+            return
+        words = ("apart-from-group-twice", "same-frame-twice") + (("no-cpu",) if apart.idle else ())
+        told: set[str] = set()
+        for one in looks:
+            guilty = self._watched.get(MemberId(one.member))
+            if one.rank not in apart.ranks or one.member in told or guilty is None:
+                continue
+            told.add(one.member)
+            known = self.progress(silent.member.name)
+            progress = known if guilty is silent else msgspec.structs.replace(known, beats=max(0, guilty.beats))
+            lines = (*describe(groups), f"rank {one.rank} (pid {one.pid}):", *texts[one.rank].splitlines())
+            self._tell(guilty.member, progress, words, lines)

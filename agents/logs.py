@@ -39,6 +39,8 @@ class _Log:
         self.start = member.ordered.log_offset
         self.tail = Tail(member.folder / "output.log", self.start)
         self.scan = LogScan(catalogue, node=node, file=f"members/{member.name}/output.log")
+        self.fresh = b""
+        """The last piece of what the last read gained."""
         self.seen = 0
         """Hits of the scan that were looked at."""
         self.told: set[str] = set()
@@ -48,7 +50,9 @@ class _Log:
     def read(self) -> bool:
         """Feed what is new; True when there was something."""
         before = self.tail.bytes_read
+        self.fresh = b""
         for piece in self.tail.read():
+            self.fresh = piece
             if self.judged:
                 self._judge(partial(self.scan.feed, piece))
         return self.tail.bytes_read > before
@@ -77,13 +81,21 @@ class _Log:
 class LogWatch:
     """Follows output.log of each member."""
 
-    def __init__(self, node: NodeId, catalogue: Catalogue, report: Callable[[AgentEvent, float], None]) -> None:
+    def __init__(
+        self,
+        node: NodeId,
+        catalogue: Catalogue,
+        report: Callable[[AgentEvent, float], None],
+        heard: Callable[[Member, bytes], None] | None = None,
+    ) -> None:
+        """`heard` is given the end of what each log gains."""
         self.bytes_read = 0
         self.events: dict[tuple[str, str], int] = {}
         """Statements of signs told while the member ran, by category and role."""
         self._node = node
         self._catalogue = catalogue
         self._report = report
+        self._heard = heard
         self._logs: dict[MemberId, _Log] = {}
 
     def add(self, member: Member) -> None:
@@ -95,6 +107,8 @@ class LogWatch:
             before = log.tail.bytes_read
             log.read()
             self.bytes_read += log.tail.bytes_read - before
+            if log.fresh and self._heard is not None:
+                self._heard(log.member, log.fresh)
             if len(log.scan.hits) > log.seen and len(log.told) < MOST_FINDINGS:
                 log.seen = len(log.scan.hits)
                 self._tell_news(log)

@@ -110,9 +110,9 @@ class Node:
         self._keeper = Keeper(self._memory, self.name, self._keeping, self.report)
         self._keeper.open()
         self._peers = Peers(self.name, self._keeper, self._keeping, self._run.token, session, self.report)
-        self._hangs = HangWatch(self._memory, pace=self._pace, report=self.report, spawn=self._spawn)
+        self._hangs = HangWatch(self._memory, node=self.name, pace=self._pace, report=self.report, spawn=self._spawn)
         signs = catalogue.load()
-        self._logs = LogWatch(self.name, signs, self.report)
+        self._logs = LogWatch(self.name, signs, self.report, heard=self._hangs.hear)
         self._trainer = Trainer(
             self._run, self._plan.run_id, self.name,
             pace=self._pace, front=self._front, report=self.report, observer=self, spawn=self._spawn,

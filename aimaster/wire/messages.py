@@ -76,7 +76,7 @@ class HangSuspected(msgspec.Struct, frozen=True, kw_only=True, tag="hang_suspect
     incarnation: Incarnation
     progress: Progress
     evidence: tuple[str, ...]
-    """Of: `state-T-twice`, `same-frame-twice`, `no-cpu`; with the lines of the dumps in `stacks`."""
+    """Of: `state-T-twice`, `same-frame-twice`, `apart-from-group-twice` (the other ranks wait for it), `no-cpu`; dumps in `stacks`."""
     stacks: tuple[str, ...] = ()
     at: float
 

@@ -1,0 +1,141 @@
+"""The ranks of one job on this node: who they are, where they stand, and the report on the one that the others wait for.
+
+Ranks are found by the variables that every launcher sets (RANK, WORLD_SIZE), in members that are ranks themselves and among the children
+of a launcher that is one member. Taking stacks never stops a process.
+"""
+
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from agents import stacks
+from agents.member import Member
+from agents.rules.groups import Apart, Group, RankLook, describe
+from agents.sensors.process import TICKS_PER_SECOND, members_of, read_table
+from agents.shim import stat_fields
+from aimaster.wire.health import Evidence, Finding, Subject
+
+MOST_RANKS = 64
+"""Of one node; more are not looked at."""
+
+
+class Rank(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's process."""
+
+    rank: int
+    member: str
+    pid: int
+    dump: Path
+    """Where faulthandler writes, if the process handles the signal."""
+
+
+def is_rank(member: Member) -> bool:
+    """Whether this member is one of several ranks of a wrapped command."""
+    env = member.spec.env
+    return member.spec.role == "command" and "RANK" in env and env.get("WORLD_SIZE", "1") != "1"
+
+
+def find_ranks(members: Iterable[Member]) -> list[Rank]:
+    """All ranks of a command on this node, in order; fewer than two are no group."""
+    table = read_table()
+    children: dict[int, list[int]] = {}
+    for pid, fields in table.items():
+        children.setdefault(int(fields[1]), []).append(pid)
+    found: dict[int, Rank] = {}
+    for member in members:
+        if member.spec.role != "command" or member.process is None or not member.alive:
+            continue
+        for pid in _topmost(member.process.pid, children, members_of(member.process.pid, table)):
+            rank = int(_variables(pid)["RANK"])
+            python = _python(pid, children)
+            found.setdefault(rank, Rank(rank=rank, member=member.name, pid=python, dump=member.folder / "stacks.txt"))
+    return [found[rank] for rank in sorted(found)][:MOST_RANKS]
+
+
+def _topmost(leader: int, children: Mapping[int, list[int]], family: set[int]) -> list[int]:
+    """The outermost processes of a family that have a rank of their own: a rank's data loaders inherit its variables."""
+    waiting, found = [leader], []
+    while waiting:
+        pid = waiting.pop()
+        variables = _variables(pid)
+        if variables.get("RANK", "").isdigit() and variables.get("WORLD_SIZE", "1") != "1":
+            found.append(pid)
+        else:
+            waiting += [child for child in children.get(pid, ()) if child in family]
+    return found
+
+
+def _variables(pid: int) -> dict[str, str]:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            words = file.read().split(b"\0")
+    except OSError:
+        return {}
+    wanted = (b"RANK=", b"WORLD_SIZE=")
+    return dict(word.decode(errors="replace").split("=", 1) for word in words if word.startswith(wanted))
+
+
+def _python(pid: int, children: Mapping[int, list[int]]) -> int:
+    """The interpreter under a shell or wrapper; the process itself where there is none."""
+    waiting = [pid]
+    while waiting:
+        one = waiting.pop(0)
+        try:
+            if "python" in os.path.basename(os.readlink(f"/proc/{one}/exe")):
+                return one
+        except OSError:
+            pass
+        waiting += children.get(one, ())
+    return pid
+
+
+async def look(ranks: Sequence[Rank], wait_seconds: float) -> tuple[list[RankLook], dict[int, str]]:
+    """Where all of them stand, and the dumps as text; one after the other, so that a node of 64 ranks is not overrun."""
+    looks, texts = [], {}
+    for one in ranks:
+        text = await stacks.dump(one.pid, one.dump, wait_seconds)
+        facts = stat_fields(one.pid)
+        if facts is None or facts[0] in "ZX":
+            continue
+        texts[one.rank] = text or ""
+        looks.append(
+            RankLook(
+                rank=one.rank,
+                member=one.member,
+                pid=one.pid,
+                at=time.monotonic(),
+                state=facts[0],
+                cpu_seconds=(int(facts[11]) + int(facts[12])) / TICKS_PER_SECOND,
+                stack=stacks.stack_of(text, 0) if text else None,
+            )
+        )
+    return looks, texts
+
+
+def accuse(node: str, looks: Sequence[RankLook], groups: Sequence[Group], apart: Apart, at: float) -> list[Finding]:
+    """A finding for each guilty rank: where it is, and where the others are."""
+    by_rank = {one.rank: one for one in looks}
+    where = describe(groups)
+    proof = tuple(
+        Evidence(node=node, file="stacks", time_seconds=at, text=line, sign="ranks.apart", role="accusation")
+        for line in where
+    )
+    return [
+        Finding(
+            id=f"{node}:ranks.apart:{rank}:{by_rank[rank].pid}",
+            sign="ranks.apart",
+            category="hang.straggler" if apart.kind == "straggler" else "app.collective_mismatch",
+            role="accusation",
+            severity="error",
+            subject=Subject(node=node, rank=rank, pid=by_rank[rank].pid),
+            node=node,
+            time_seconds=at,
+            weight=80 if apart.kind == "straggler" else 45,
+            details={"seconds": f"{apart.seconds:.1f}", "idle": str(apart.idle).lower(), "ranks": str(len(looks))},
+            evidence=proof,
+        )
+        for rank in apart.ranks
+    ]

@@ -1,0 +1,79 @@
+"""Ranks of a wrapped command that report nothing: their progress is learnt from rank 0's log, and the one that the others wait for is named."""
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from agents.stacks import find_spy
+from aimaster.wire.messages import Found, HangSuspected
+from aimaster.wire.topology import MemberSpec
+from tests.flow.agent_master import Master, Run, until
+
+JOB = str(Path(__file__).parent.parent / "fakes" / "ring_job.py")
+pytestmark = pytest.mark.skipif(
+    find_spy() is None, reason="py-spy is not installed: a program's stacks cannot be read from outside"
+)
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = Run(tmp_path / "run", kind="command")
+    yield run
+    run.close()
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+async def start(master, mode, *, floor=0.6, ranks=4, **env):
+    port = free_port()
+    for rank in range(ranks):
+        spec = MemberSpec(
+            member=f"rank-{rank}", role="command", rank=rank, argv=(sys.executable, JOB, mode, str(port)),
+            env={"RANK": str(rank), "WORLD_SIZE": str(ranks), "PYTHONUNBUFFERED": "1", **env},
+            lease_floor_seconds=floor, reports_progress=False,
+        )  # fmt: skip
+        await master.start("node-0", spec)
+
+
+def condemned(master):
+    return [one for one in master.events(HangSuspected) if "apart-from-group-twice" in one.evidence]
+
+
+@pytest.mark.parametrize(
+    ("mode", "where", "idle"), [("sleep", "sleep_long", True), ("spin", "spin", False), ("file", "read_file", True)]
+)
+async def test_the_guilty_rank_is_named(run, mode, where, idle):
+    """Asleep, spinning or blocked on a file before a collective: its member is suspected with evidence, the three others are not."""
+    run.agent()
+    async with Master(run) as master:
+        await start(master, mode)
+        (suspected,) = await until(lambda: condemned(master)[:1], 40)
+        assert suspected.member == "rank-2"
+        assert ("no-cpu" in suspected.evidence) == idle
+        assert suspected.progress.lease_seconds is not None
+        words = "\n".join(suspected.stacks)
+        assert "ranks 0,1,3 are waiting in exchange" in words
+        assert where in words
+        finding = (await until(lambda: [e.finding for e in master.events(Found) if e.finding.sign == "ranks.apart"]))[0]
+        assert (finding.category, finding.role, finding.subject.rank) == ("hang.straggler", "accusation", 2)
+        assert {one.member for one in condemned(master)} == {"rank-2"}
+
+
+@pytest.mark.parametrize("mode", ["evaluate", "announced", "uneven"])
+async def test_a_first_long_phase_condemns_nobody(run, mode):
+    """A first evaluation many leases long, on all ranks or on one that works while the others wait: no evidence, and the job goes on."""
+    run.agent()
+    async with Master(run) as master:
+        await start(master, mode, floor=0.4, RING_PAUSE="3")
+        log = run.member("rank-0") / "output.log"
+        await until(lambda: log.exists() and "step 45 " in log.read_text(), 60)
+        assert condemned(master) == []
+        assert not [one for one in master.events(Found) if one.finding.sign == "ranks.apart"]
+        if mode == "announced":
+            assert master.events(HangSuspected) == []

@@ -1,0 +1,145 @@
+import pytest
+
+from agents.rules.groups import RankLook, describe, find_apart, group, waits
+from agents.rules.hang import Frame
+from agents.stacks import spy_text, stack_of
+from agents.steps import LogSteps
+from aimaster.client import Leases
+
+TRAIN = Frame("/x/train.py", 40, "<module>")
+REDUCE = (Frame("/v/site-packages/torch/distributed/distributed_c10d.py", 3252, "all_reduce"), TRAIN)
+BARRIER = (
+    Frame("/v/site-packages/torch/distributed/distributed_c10d.py", 4000, "barrier"),
+    Frame("/x/train.py", 50, "save"),
+    TRAIN,
+)
+BACKWARD = (Frame("/v/site-packages/torch/autograd/graph.py", 800, "_engine_run_backward"), TRAIN)
+LOAD = (Frame("/x/data.py", 5, "load"), Frame("/x/train.py", 30, "<module>"))
+
+
+def evaluating(line):
+    return (Frame("/x/model.py", line, f"layer{line}"), Frame("/x/train.py", 60, "evaluate"), TRAIN)
+
+
+def looks(stacks, *, at=0.0, cpu=(), state="S"):
+    """One look at all ranks; `cpu` are the ranks that use a whole core."""
+    return [
+        RankLook(rank=rank, member=f"rank-{rank}", pid=100 + rank, at=at, state=state, cpu_seconds=at if rank in cpu else 0.0, stack=stack)
+        for rank, stack in enumerate(stacks)
+    ]  # fmt: skip
+
+
+def history(stacks, times=(0, 1, 6), cpu=()):
+    return [looks(stacks, at=float(at), cpu=cpu) for at in times]
+
+
+@pytest.mark.parametrize(
+    ("stacks", "cpu", "times", "guilty", "kind"),
+    [
+        ([REDUCE, REDUCE, LOAD, REDUCE], (), (0, 1, 6), (2,), "straggler"),
+        ([REDUCE, REDUCE, None, REDUCE], (), (0, 1, 6), (2,), "straggler"),
+        ([REDUCE, REDUCE, LOAD, REDUCE], (2,), (0, 1, 6), None, ""),
+        ([REDUCE, REDUCE, LOAD, REDUCE], (2,), (0, 1, 6, 11), (2,), "straggler"),
+        ([REDUCE, REDUCE, LOAD, REDUCE], (0, 1, 3), (0, 1, 6), (2,), "straggler"),
+        ([REDUCE, LOAD], (), (0, 1, 6), (1,), "straggler"),
+        ([REDUCE, LOAD, LOAD, REDUCE], (), (0, 1, 6), (1, 2), "straggler"),
+        ([REDUCE, LOAD, LOAD, LOAD], (), (0, 1, 6), None, ""),
+        ([REDUCE, BARRIER, LOAD, REDUCE], (), (0, 1, 6), (2,), "straggler"),
+        ([REDUCE, REDUCE, BARRIER, REDUCE], (), (0, 1, 6), (2,), "mismatch"),
+        ([BACKWARD, BACKWARD, LOAD, BACKWARD], (), (0, 1, 6), (2,), "straggler"),
+        ([BACKWARD, BACKWARD, LOAD, BACKWARD], (0,), (0, 1, 6), None, ""),
+        ([BACKWARD, LOAD], (), (0, 1, 6), None, ""),
+        ([REDUCE] * 4, (), (0, 1, 6), None, ""),
+        ([evaluating(1)] * 4, (), (0, 1, 6, 60), None, ""),
+        ([REDUCE, REDUCE, LOAD, REDUCE], (), (0, 1), None, ""),
+        ([REDUCE, REDUCE, LOAD, REDUCE], (), (0, 1, 3), None, ""),
+        ([None] * 4, (), (0, 1, 6), None, ""),
+        ([], (), (0, 1, 6), None, ""),
+    ],
+)
+def test_the_few_that_the_many_wait_for_are_guilty(stacks, cpu, times, guilty, kind):
+    """A lease of 5 s: steady elsewhere in three looks over a lease, over two where it uses the processor; else nobody."""
+    found = find_apart(history(stacks, times, cpu), lease_seconds=5.0)
+    assert (None if found is None else found.ranks) == guilty
+    assert found is None or found.kind == kind
+
+
+def test_who_moves_is_working():
+    """A rank that is in another function at each look computes: the others wait for it, and nobody is guilty."""
+    moving = [looks([REDUCE, REDUCE, evaluating(at), REDUCE], at=at) for at in (0.0, 1.0, 6.0, 20.0)]
+    assert find_apart(moving, lease_seconds=5.0) is None
+    settled = [*moving, *(looks([REDUCE, REDUCE, LOAD, REDUCE], at=at) for at in (21.0, 22.0, 27.0))]
+    assert find_apart(settled, lease_seconds=5.0).ranks == (2,)
+
+
+def test_a_rank_that_is_gone_ends_the_comparison():
+    """Looks at different ranks are not compared."""
+    two = [looks([REDUCE, REDUCE, LOAD], at=0.0), *history([REDUCE, REDUCE, LOAD, REDUCE], (1, 2))]
+    assert find_apart(two, lease_seconds=0.5) is None
+
+
+def test_the_launcher_is_no_collective():
+    """`torch/distributed/run.py` is how the program was started, not where it waits."""
+    assert waits(REDUCE)
+    assert not waits(
+        (
+            LOAD[0],
+            Frame("/v/torch/distributed/run.py", 1, "main"),
+            Frame("/v/torch/distributed/launcher/api.py", 3, "__call__"),
+        )
+    )
+    assert not waits(LOAD)
+    assert not waits(None)
+
+
+def test_places_are_said_in_a_sentence_each():
+    """Who is where, the largest group first, with the place in the user's own file."""
+    assert describe(group(looks([REDUCE, REDUCE, LOAD, None]))) == [
+        "ranks 0,1 are waiting in all_reduce (distributed_c10d.py:3252), called from <module> (train.py:40)",
+        "rank 2 is in load (data.py:5)",
+        "rank 3 is where no stack can be read",
+    ]
+
+
+def test_a_stack_from_outside_reads_like_one_from_inside():
+    """py-spy's threads in faulthandler's words, the main thread last; what is no dump gives nothing."""
+    frame = '{"name": "load", "filename": "/x/data.py", "line": 5, "locals": null}'
+    main = f'{{"thread_id": 255, "os_thread_id": 7, "frames": [{frame}], "active": true}}'
+    other = '{"thread_id": 254, "os_thread_id": 8, "frames": []}'
+    text = spy_text(f"[{main}, {other}]".encode(), 7)
+    assert stack_of(text, 0) == stack_of(text, 255) == (Frame("/x/data.py", 5, "load"),)
+    assert spy_text(b"Error: no such process", 7) is None
+    assert spy_text(f"[{other}]".encode(), 7) is None
+
+
+def feed(steps, text, at):
+    steps.feed(text.encode(), at, 1000.0 + at)
+
+
+@pytest.mark.parametrize("line", ["step {0} loss 1.0\n", "iteration {0}/700 | lm loss\n", "\r {0}/700 [00:10<00:20, 9.9it/s]", "{{'loss': 1.0, 'step': {0}}}\n"])  # fmt: skip
+def test_steps_are_read_in_the_usual_words(line):
+    """Each new number is a beat and ten times the slowest but one is the lease; the same number again is none."""
+    steps = LogSteps(7, Leases(0.5))
+    assert steps.reading() is None
+    for number in range(1, 13):
+        feed(steps, f"noise\n{line.format(number)}", number / 10)
+    feed(steps, line.format(12), 9.0)
+    reading = steps.reading()
+    assert (reading.step, reading.beats, reading.phase, reading.monotonic) == (12, 12, "compute", 1.2)
+    assert reading.lease_hint_seconds == pytest.approx(1.0)
+
+
+def test_an_announced_phase_has_a_lease_of_its_own():
+    """Evaluation is unlearnt when it is first announced, and the steps' lease is not stretched by it."""
+    steps = LogSteps(7, Leases(0.5))
+    for number in range(1, 13):
+        feed(steps, f"step {number}\n", number / 10)
+    feed(steps, "Evaluating on 1000 samples\n", 1.3)
+    assert (steps.reading().phase, steps.reading().lease_hint_seconds) == ("evaluation", None)
+    feed(steps, "step 13\n", 61.3)
+    assert (steps.reading().phase, steps.reading().lease_hint_seconds) == ("compute", pytest.approx(1.0))
+    feed(steps, "Saving checkpoint to /x\n", 61.4)
+    assert steps.reading().phase == "save"
+    quiet = LogSteps(7, Leases(0.5))
+    feed(quiet, "Loading model checkpoint shards\n", 1.0)
+    assert quiet.reading() is None
