@@ -7,10 +7,14 @@ looked at, so that a flood costs nothing.
 
 import re
 
-from aimaster.catalogue.lines import may_hold_progress, read_progress
+from aimaster.catalogue.lines import Progress, may_hold_progress, read_progress
 from aimaster.client import Leases, ProgressReading
 
-LOOKED_AT_BYTES = 8 << 10
+WINDOWS_BYTES = (512, 2 << 10, 8 << 10)
+"""The end of what was written, looked at further back only while no step is in it."""
+PHASE_BYTES = 2 << 10
+REST_SECONDS = 1.0
+"""A log that floods and holds no step is looked at again after this long."""
 PHASES = {
     "evaluation": re.compile(rb"(?i)\b(?:evaluat\w+|eval|validat\w+|running test)\b"),
     "save": re.compile(
@@ -32,18 +36,22 @@ class LogSteps:
         self._wall = 0.0
         self._number: float | None = None
         self._phase = "startup"
+        self._rest_until = 0.0
 
     def feed(self, fresh: bytes, now: float, wall: float) -> None:
         """Take what was written since the last call (its end at least); times are monotonic and Unix seconds of now."""
-        piece = fresh[-LOOKED_AT_BYTES:]
-        steps = read_progress(piece) if may_hold_progress(piece) else []
-        after = steps[-1].at + len(steps[-1].line) if steps else 0
+        if now < self._rest_until:
+            return
+        steps, piece = _last_steps(fresh)
+        if not steps and len(fresh) > WINDOWS_BYTES[-1]:
+            self._rest_until = now + REST_SECONDS
         if steps and steps[-1].number != self._number:
             self._number = steps[-1].number
             self._beat(STEPS, now, wall)
-        rest = piece[after:]
+        after = piece[steps[-1].at + len(steps[-1].line) :] if steps else piece
+        rest = after[-PHASE_BYTES:]
         phase = next((name for name, words in PHASES.items() if words.search(rest)), None)
-        if phase is not None and phase != self._phase and (self._beats or steps):
+        if phase is not None and phase != self._phase and self._beats:
             self._beat(phase, now, wall)
 
     def reading(self) -> ProgressReading | None:
@@ -68,3 +76,16 @@ class LogSteps:
             self.leases.observe(self._phase, now - self._last)
         self._beats += 1
         self._last, self._wall, self._phase = now, wall, phase
+
+
+def _last_steps(fresh: bytes) -> tuple[list[Progress], bytes]:
+    """The steps in the shortest end of a log that has any, and that end."""
+    piece = fresh
+    for size in WINDOWS_BYTES:
+        piece = fresh[-size:]
+        cut = piece.find(b"\n") + 1 if len(piece) < len(fresh) else 0  # the rest of a number is another number
+        piece = piece[cut:]
+        steps = read_progress(piece) if may_hold_progress(piece) else []
+        if steps or len(fresh) <= size:
+            return steps, piece
+    return [], piece

@@ -275,6 +275,9 @@ def run(ask: Driver, interval_seconds: float, *, once: bool) -> None:
     gpus = Gpus(ask)
     gpus.open(ask.nvmlDeviceGetCount())
     events = None if once else register_events(ask, list(gpus.opened.values()))
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)  # what importing has left free
     parent = os.getppid()
     number = 0
     due = 0.0
