@@ -59,6 +59,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     temperature: float
     most_tokens: int
+    stop_texts: tuple[str, ...] = ()
     slots: int
 
 
@@ -104,6 +105,8 @@ class RolloutSettings(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float
     most_tokens: int
     """Of a completion."""
+    stop_texts: tuple[str, ...] = ()
+    """End a completion, as the model's end token does."""
     reward: RewardChoice
     stream_tokens: int
     """A completion is streamed whenever it has grown by so many tokens."""
@@ -170,6 +173,7 @@ def rollout_settings(job: JobSettings) -> RolloutSettings:
         slots=_slots(job),
         temperature=job.rollout.sampling_config.temperature,
         most_tokens=job.rollout.max_response_length,
+        stop_texts=ours.stop_texts,
         reward=_reward(job),
         stream_tokens=STREAM_TOKENS,
         device=ours.device,
@@ -272,6 +276,7 @@ def _evaluation(job: JobSettings) -> Evaluation:
         seed=job.rollout.seed or DEFAULT_SAMPLING_SEED,
         temperature=job.rollout.sampling_config.temperature,
         most_tokens=job.rollout.max_response_length,
+        stop_texts=job.aimaster.stop_texts,
         slots=max(_slots(job), min(job.aimaster.heldout_prompts, 64)),
     )
 

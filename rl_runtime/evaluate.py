@@ -37,6 +37,7 @@ def evaluate_weights(
         bundle,
         slots=choice.slots,
         temperature=choice.temperature,
+        stop_texts=choice.stop_texts,
         device=chosen_device(settings.device),
         beat=beat,
     )

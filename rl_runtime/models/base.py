@@ -9,6 +9,8 @@ from typing import Protocol
 import msgspec
 from torch import Tensor, nn
 
+from rl_runtime.algo.packing import Layout
+
 
 class ModelFolderError(Exception):
     """The model cannot be made: a missing folder, a folder without weights, sizes that do not fit. A message for the user."""
@@ -37,12 +39,17 @@ class CausalModel(Protocol):
     """Longest prompt and completion together."""
 
     @property
+    def lays_out(self) -> bool:
+        """Return whether `hidden` heeds a layout."""
+        ...
+
+    @property
     def module(self) -> nn.Module:
         """Return what holds the parameters, under their checkpoint names."""
         ...
 
-    def hidden(self, ids: Tensor) -> Tensor:
-        """Return the last hidden states [rows, tokens, width] of right-padded rows."""
+    def hidden(self, ids: Tensor, layout: Layout | None = None) -> Tensor:
+        """Return the last hidden states [rows, tokens, width] of right-padded rows, or of packed ones with their layout."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

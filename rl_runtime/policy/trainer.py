@@ -13,14 +13,18 @@ import msgspec
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from aimaster.wire.training import Share
 from rl_runtime.algo.loss import LossSettings, Normaliser, policy_loss, token_logprobs
-from rl_runtime.algo.packing import micro_batches
+from rl_runtime.algo.packing import Layout, MicroBatch, micro_batches
 from rl_runtime.config import OptimizerChoice
 from rl_runtime.models.base import CausalModel
 
 Beat = Callable[[], None]
+
+LOGITS_AT_ONCE = 512
+"""Tokens. Of more, the logits (one number for each word) are made part by part, and again in the backward pass, instead of kept."""
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,10 +104,11 @@ class Trainer:
         if share.number in self.shares:
             return
         torch.manual_seed(share_seed(self._seed, self.batch.step, share.number))
-        for micro in micro_batches(share.samples, rows=self._micro_rows):
+        for micro in micro_batches(share.samples, rows=self._micro_rows, packed=self.model.lays_out):
             beat()
-            ids, mask = micro.ids.to(self._device), micro.mask.to(self._device)
-            logprobs = self._logprobs(ids, mask)
+            mask = micro.mask.to(self._device)
+            logprobs = self._logprobs(micro, mask)
+            beat()
             parts = policy_loss(
                 logprobs,
                 micro.behaviour.to(self._device),
@@ -155,13 +160,23 @@ class Trainer:
             "optimizer": {"step": self._optimizer_step},
         }
 
-    def _logprobs(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Return log-probs [rows, tokens - 1]; logits are made at completion tokens only."""
+    def _logprobs(self, micro: MicroBatch, mask: Tensor) -> Tensor:
+        """Return log-probs of the completion tokens; logits are made at those only."""
+        layout = micro.layout
+        if layout is not None:
+            layout = Layout(positions=layout.positions.to(self._device), visible=layout.visible.to(self._device))
         wanted = mask.bool()
-        hidden = self.model.hidden(ids)[:, :-1][wanted]
-        logits = self.model.logits(hidden)
-        flat = token_logprobs(logits, ids[:, 1:][wanted], temperature=self._loss.temperature)
+        hidden = self.model.hidden(micro.ids.to(self._device), layout).flatten(0, 1)
+        sources, targets = micro.sources.to(self._device)[wanted], micro.targets.to(self._device)[wanted]
+        if len(targets) <= LOGITS_AT_ONCE:
+            flat = self._token_logprobs(hidden[sources], targets)
+        else:
+            pieces = zip(*(torch.split(part, LOGITS_AT_ONCE) for part in (hidden[sources], targets)), strict=True)
+            flat = torch.cat([checkpoint(self._token_logprobs, *piece, use_reentrant=False) for piece in pieces])
         return torch.zeros_like(mask).masked_scatter(wanted, flat)
+
+    def _token_logprobs(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return token_logprobs(self.model.logits(hidden), targets, temperature=self._loss.temperature)
 
 
 def share_seed(seed: int, step: int, share: int) -> int:

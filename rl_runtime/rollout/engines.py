@@ -7,7 +7,7 @@ version that made each; those that follow come from the new weights. Sampling de
 the token alone, never on its neighbours: a completion continued from a streamed prefix is the one that was interrupted.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from aimaster.wire.checkpoint import Version
 from aimaster.wire.rollout import Piece
+from rl_runtime.models.base import Tokenizer
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +30,25 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Of the whole completion, prefix included."""
 
 
+class Ending:
+    """Where a completion ends: at the model's end token, or as soon as its text holds a stop text."""
+
+    def __init__(self, tokenizer: Tokenizer, stop_texts: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop_texts = tuple(stop_texts)
+        # A token holds at least one byte of text.
+        self._look_back = max((len(text.encode()) for text in stop_texts), default=0)
+
+    def is_reached(self, tokens: Sequence[int]) -> bool:
+        """Whether the last token ended the completion."""
+        if tokens[-1] == self._tokenizer.eos:
+            return True
+        if not self._stop_texts:
+            return False
+        tail = self._tokenizer.decode(tokens[-self._look_back :])
+        return any(text in tail for text in self._stop_texts)
+
+
 class Generation(msgspec.Struct, kw_only=True):
     """A completion in the making; grows by one token a step."""
 
@@ -39,7 +59,7 @@ class Generation(msgspec.Struct, kw_only=True):
     finish: Literal["", "stop", "length"] = ""
 
     @classmethod
-    def begin(cls, request: Request, *, eos: int) -> "Generation":
+    def begin(cls, request: Request, *, ending: Ending) -> "Generation":
         """Start from the prefix, which may be all there is to make."""
         prefix = request.prefix
         generation = cls(
@@ -48,18 +68,18 @@ class Generation(msgspec.Struct, kw_only=True):
             logprobs=list(prefix.logprobs),
             versions=list(prefix.versions),
         )
-        if prefix.tokens and prefix.tokens[-1] == eos:
+        if prefix.tokens and ending.is_reached(prefix.tokens):
             generation.finish = "stop"
         elif len(prefix.tokens) >= request.most_tokens:
             generation.finish = "length"
         return generation
 
-    def append(self, token: int, logprob: float, version: Version, *, eos: int) -> None:
+    def append(self, token: int, logprob: float, version: Version, *, ending: Ending) -> None:
         """Take one more token; `finish` says whether it was the last."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
-        if token == eos:
+        if ending.is_reached(self.tokens):
             self.finish = "stop"
         elif len(self.tokens) >= self.request.most_tokens:
             self.finish = "length"

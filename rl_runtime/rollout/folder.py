@@ -14,7 +14,7 @@ from torch import Tensor
 from aimaster.wire.checkpoint import Version
 from rl_runtime.models.base import Bundle
 from rl_runtime.models.folder import FolderModel
-from rl_runtime.rollout.engines import Generation, Request
+from rl_runtime.rollout.engines import Ending, Generation, Request
 from rl_runtime.rollout.sampling import sample, uniforms
 
 READ_TOKENS = 512
@@ -25,13 +25,20 @@ class FolderEngine:
     """See the module; an `Engine`. Shares the bundle's model: loading changes it."""
 
     def __init__(
-        self, bundle: Bundle, *, slots: int, temperature: float, beat: Callable[[], None], device: str = "cpu"
+        self,
+        bundle: Bundle,
+        *,
+        slots: int,
+        temperature: float,
+        ending: Ending,
+        beat: Callable[[], None],
+        device: str = "cpu",
     ) -> None:
         assert isinstance(bundle.model, FolderModel)  # noqa: S101 - the settings tie the engine to a model folder
         self.slots = slots
         self.version: Version | None = None
         self._model = bundle.model
-        self._eos = bundle.tokenizer.eos
+        self._ending = ending
         self._temperature = temperature
         self._beat = beat
         self._device = torch.device(device)
@@ -47,7 +54,7 @@ class FolderEngine:
         self.version = version
 
     def add(self, request: Request) -> None:
-        self._waiting.append(Generation.begin(request, eos=self._eos))
+        self._waiting.append(Generation.begin(request, ending=self._ending))
 
     def drop(self, keys: Iterable[str]) -> None:
         gone = set(keys)
@@ -86,7 +93,7 @@ class FolderEngine:
         for place, (one, token, logprob) in enumerate(zip(wave.rows, tokens, logprobs, strict=True)):
             if one is None:
                 continue
-            one.append(token, logprob, self.version, eos=self._eos)
+            one.append(token, logprob, self.version, ending=self._ending)
             if one.finish:
                 finished.append(one)
                 wave.rows[place] = None

@@ -43,6 +43,7 @@ def run_rollout() -> None:
         bundle,
         slots=settings.slots,
         temperature=settings.temperature,
+        stop_texts=settings.stop_texts,
         device=chosen_device(settings.device),
         beat=lambda: beat("generate"),
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from aimaster.wire.checkpoint import Version
 from rl_runtime.models.tiny import Shape, rotary_tables, rotate
-from rl_runtime.rollout.engines import Generation, Request
+from rl_runtime.rollout.engines import Ending, Generation, Request
 from rl_runtime.rollout.sampling import sample, uniforms
 
 
@@ -29,11 +29,11 @@ class _Layer(msgspec.Struct, frozen=True):
 class TinyEngine:
     """See the module; an `Engine`."""
 
-    def __init__(self, shape: Shape, *, slots: int, eos: int, temperature: float) -> None:
+    def __init__(self, shape: Shape, *, slots: int, ending: Ending, temperature: float) -> None:
         self.shape = shape
         self.slots = slots
         self.version: Version | None = None
-        self._eos = eos
+        self._ending = ending
         self._temperature = temperature
         cache = (
             shape.num_hidden_layers,
@@ -76,7 +76,7 @@ class TinyEngine:
 
     def add(self, request: Request) -> None:
         slot = self._work.index(None)
-        self._work[slot] = Generation.begin(request, eos=self._eos)
+        self._work[slot] = Generation.begin(request, ending=self._ending)
         self._fresh.append(slot)
 
     def drop(self, keys: Iterable[str]) -> None:
@@ -110,7 +110,7 @@ class TinyEngine:
         numbers = uniforms([one.request.seed for one in work], [len(one.tokens) for one in work])
         tokens, logprobs = sample(logits[used], numbers, temperature=self._temperature)
         for generation, token, logprob in zip(work, tokens, logprobs, strict=True):
-            generation.append(token, logprob, self.version, eos=self._eos)
+            generation.append(token, logprob, self.version, ending=self._ending)
 
     def _retire(self) -> list[Generation]:
         finished = []

@@ -11,8 +11,9 @@ from rl_runtime.algo.loss import token_logprobs
 from rl_runtime.models.characters import CharacterTokenizer
 from rl_runtime.models.load import ModelChoice, load_model
 from rl_runtime.models.tiny import Shape
-from rl_runtime.rollout.engines import Request
+from rl_runtime.rollout.engines import Ending, Generation, Request
 from rl_runtime.rollout.make import make_engine
+from tests.fakes.model_folder import make_model_folder
 
 TEMPERATURE = 0.8
 V0, V1 = Version(0, 0), Version(0, 1)
@@ -27,36 +28,12 @@ def tiny_bundle(**sizes):
     return bundle
 
 
-def folder_bundle(folder):
-    """A random Llama of transformers in the folder, with a character-like tokenizer."""
-    transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
-    torch.manual_seed(5)
-    config = transformers.LlamaConfig(
-        vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=48, tie_word_embeddings=True, eos_token_id=2, bos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
-    for parameter in model.parameters():
-        parameter.data.mul_(8.0)
-    model.save_pretrained(folder)
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {
-        character: 3 + place for place, character in enumerate("0123456789=abcdefghijklmnopqrstuvwxyz")
-    }
-    raw = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
-    raw.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    raw.decoder = tokenizers.decoders.Fuse()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=raw, eos_token="</s>", bos_token="<s>", pad_token="<pad>"
-    ).save_pretrained(folder)
-    return load_model(ModelChoice(shape=None, folder=str(folder), max_length=48))
-
-
 @pytest.fixture(scope="module", params=["tiny", "tiny-gqa", "hf"])
 def bundle(request, tmp_path_factory):
     """A model of each kind."""
     if request.param == "hf":
-        return "hf", folder_bundle(tmp_path_factory.mktemp("model"))
+        folder = make_model_folder(tmp_path_factory.mktemp("model"))
+        return "hf", load_model(ModelChoice(shape=None, folder=str(folder), max_length=48))
     sizes = {"num_key_value_heads": 2, "tie_word_embeddings": True} if request.param == "tiny-gqa" else {}
     return "tiny", tiny_bundle(**sizes)
 
@@ -179,6 +156,42 @@ def test_long_prompts_are_read_in_parts_with_a_beat(bundle, monkeypatch):
     for key, one in done.items():
         assert one.logprobs == pytest.approx(expected[key].logprobs, abs=2e-4)
     assert len(beats) >= 5
+
+
+def test_a_stop_text_ends_a_completion_and_is_part_of_it(bundle):
+    """The first token that brings the text about is the last; everything before it is as without the stop text."""
+    kind, made = bundle
+    stops = ("12", *"3456789abcdefgh")
+    dice = random.Random(9)
+    requests = [request(bundle, number, dice) for number in range(24)]
+    whole = generate(engine_for(bundle), requests)
+    engine = make_engine(kind, made, slots=8, temperature=TEMPERATURE, stop_texts=stops)
+    engine.load(weights_of(made), V0)
+    stopped = 0
+    for key, one in generate(engine, requests).items():
+        text = made.tokenizer.decode(one.tokens)
+        assert one.tokens == whole[key].tokens[: len(one.tokens)]
+        assert not any(stop in text[:-1] for stop in stops)
+        if text.endswith(stops):
+            assert one.finish == "stop"
+            stopped += 1
+        else:
+            assert len(one.tokens) == len(whole[key].tokens)
+    assert stopped >= 3
+
+
+def test_a_streamed_prefix_that_reached_its_end_is_not_continued(bundle):
+    """Whatever ended it, stop text or end token, the completion is finished where another worker takes it over."""
+    tokenizer = bundle[1].tokenizer
+    for tokens, finish in (
+        (tokenizer.encode("12=", opening=False), ""),
+        (tokenizer.encode("12=7", opening=False), "stop"),
+        ([*tokenizer.encode("1", opening=False), tokenizer.eos], "stop"),
+        (tokenizer.encode("123456", opening=False), "length"),
+    ):
+        prefix = Piece(tokens=tuple(tokens), logprobs=(-1.0,) * len(tokens), versions=(V0,) * len(tokens))
+        one = Request(key="a", prompt_tokens=(1,), prefix=prefix, seed=0, most_tokens=6)
+        assert Generation.begin(one, ending=Ending(tokenizer, ("7",))).finish == finish
 
 
 def test_dropped_completions_leave_no_trace(bundle):
