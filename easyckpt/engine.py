@@ -77,14 +77,10 @@ class Checkpointer:
         """`storage`: a folder for durable checkpoints. `folder`: of the segments; with `on_sealed` an agent flushes them, else a helper does.
 
         `slots=1` halves the memory; a kill in the middle of a save then loses the copy in memory. `keep`, `keep_every`: what stays on storage.
-        `peers`: shard servers on other nodes to restore from as well. `flush_every`: every so many saves, never (None: only at the end), or "auto": as often as step and flush times advise.
+        `peers`: shard servers on other nodes to restore from as well. `flush_every`: every so many saves, None (only at the end), or "auto":
+        as often as step and flush times advise.
         """
-        if re.fullmatch(r"[A-Za-z0-9_-]+", member) is None or re.fullmatch(r"[A-Za-z0-9_-]+", role) is None:
-            raise ValueError(f"member {member!r} and role {role!r} may have letters, digits, '_' and '-' only")
-        if not 0 <= rank < ranks or slots < 1 or keep < 1 or (isinstance(flush_every, int) and flush_every < 1):
-            raise ValueError(
-                f"rank {rank} of {ranks}, slots {slots}, keep {keep}, flush_every {flush_every}: out of range"
-            )
+        _check_arguments(member, role, rank, ranks, slots, keep, flush_every)
         self.member, self.role, self.rank, self.ranks = member, role, rank, ranks
         self._storage = open_storage(storage) if storage is not None else None
         self.folder = shm.open_folder(
@@ -96,28 +92,6 @@ class Checkpointer:
         self._on_sealed = on_sealed
         self.events = Events(on_event)
         self._writer = shm.claim_writer(self.folder, f"{member}.r{rank}")
-        self._saver = Saver(
-            self.folder,
-            SegmentName(member=member, rank=rank, slot=0),
-            ranks=ranks,
-            slots=slots,
-            overlap=mode == "overlap",
-            events=self.events,
-            on_sealed=self._after_seal,
-            on_failed=self._fail,
-        )
-        self._sidecar: Sidecar | None = None
-        if on_sealed is None and rank == 0 and storage is not None:
-            settings = Settings(
-                folder=str(self.folder),
-                storage=os.fspath(storage),
-                member=member,
-                role=role,
-                keep=keep,
-                keep_every=keep_every,
-                parent=os.getpid(),
-            )
-            self._sidecar = Sidecar(settings, self._hear_sidecar)
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._newest: Sealed | None = None
@@ -130,6 +104,19 @@ class Checkpointer:
         self._last_marked: int | None = None
         self._saves = 0
         self._closed = False
+        self._saver = Saver(
+            self.folder,
+            SegmentName(member=member, rank=rank, slot=0),
+            ranks=ranks,
+            slots=slots,
+            overlap=mode == "overlap",
+            events=self.events,
+            on_sealed=self._after_seal,
+            on_failed=self._fail,
+        )
+        # One flusher for all ranks; under an agent there is none here.
+        flushes = storage if on_sealed is None and rank == 0 else None
+        self._sidecar = self._make_sidecar(flushes, keep, keep_every) if flushes is not None else None
         gate.watch(self)
         atexit.register(self.close)
 
@@ -318,6 +305,18 @@ class Checkpointer:
     def _is_flushed(self) -> bool:
         return self._wanted is None or (self._flushed is not None and self._flushed >= self._wanted)
 
+    def _make_sidecar(self, storage: str | os.PathLike[str], keep: int, keep_every: int | None) -> Sidecar:
+        settings = Settings(
+            folder=str(self.folder),
+            storage=os.fspath(storage),
+            member=self.member,
+            role=self.role,
+            keep=keep,
+            keep_every=keep_every,
+            parent=os.getpid(),
+        )
+        return Sidecar(settings, self._hear_sidecar)
+
     def _wake_sidecar(self) -> None:
         if self._sidecar is None:
             return
@@ -361,3 +360,12 @@ class Checkpointer:
     def _must_be_open(self) -> None:
         if self._closed:
             raise EasyckptError("this checkpointer is closed: make a new one")
+
+
+def _check_arguments(
+    member: str, role: str, rank: int, ranks: int, slots: int, keep: int, flush_every: int | str | None
+) -> None:
+    if re.fullmatch(r"[A-Za-z0-9_-]+", member) is None or re.fullmatch(r"[A-Za-z0-9_-]+", role) is None:
+        raise ValueError(f"member {member!r} and role {role!r} may have letters, digits, '_' and '-' only")
+    if not 0 <= rank < ranks or slots < 1 or keep < 1 or (isinstance(flush_every, int) and flush_every < 1):
+        raise ValueError(f"rank {rank} of {ranks}, slots {slots}, keep {keep}, flush_every {flush_every}: out of range")

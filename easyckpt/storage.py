@@ -63,7 +63,9 @@ def open_storage(where: str | os.PathLike[str] | Storage) -> Storage:
     if isinstance(where, str | os.PathLike):
         text = os.fspath(where)
         if "://" in text and not text.startswith("file://"):
-            raise EasyckptError(f"storage {text!r}: only folders can be written; mount it, and name the mount point")
+            from easyckpt.urlstorage import UrlStorage
+
+            return UrlStorage(text)
         return FolderStorage(Path(text.removeprefix("file://")))
     return where
 

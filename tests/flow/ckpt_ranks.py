@@ -9,6 +9,7 @@ import os
 import sys
 import time
 import traceback
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -92,7 +93,7 @@ def state_of(model):
 def restored(state, folder, name, storage, rank, ranks, group):
     engine = Checkpointer(
         storage, folder=f"{folder}/{name}", member="trainer-0", rank=rank, ranks=ranks, flush_every=None,
-        ranks_agree=Together(group) if group is not None else None, on_event=lambda event: None,
+        ranks_agree=Together(group) if group is not None else None, on_event=lambda _event: None,
     )  # fmt: skip
     got = engine.restore(state)
     engine.close()
@@ -108,7 +109,7 @@ def run(rank, folder):
         state = state_of(shard(build(0), pair))
         train(state["model"], state["optimizer"], 2)
         state["step"] = 2
-        engine = Checkpointer(storage, folder=f"{folder}/pair", rank=rank, ranks=2, on_event=lambda event: None)
+        engine = Checkpointer(storage, folder=f"{folder}/pair", rank=rank, ranks=2, on_event=lambda _event: None)
         engine.save(2, state)
         want = whole(state)
         engine.wait()
@@ -137,7 +138,7 @@ def run(rank, folder):
         got = restored(state, folder, f"{name}-{rank}".replace(" ", "-"), storage, rank, RANKS, line.get_group())
         answer[name] = [got.tier, differences(whole(state), want)]
         back = f"{folder}/back-{name}".replace(" ", "-")
-        with_all = Checkpointer(back, folder=f"{back}-memory", rank=rank, ranks=RANKS, on_event=lambda event: None)
+        with_all = Checkpointer(back, folder=f"{back}-memory", rank=rank, ranks=RANKS, on_event=lambda _event: None)
         with_all.save(3, state)
         with_all.wait()
         if rank == 0:
@@ -172,7 +173,9 @@ def main():
             os._exit(0)
         children.append(pid)
     failed = [os.waitpid(pid, 0)[1] for pid in children]
-    answers = [json.load(open(f"{folder}/answer-{rank}.json")) for rank in range(RANKS)] if not any(failed) else []
+    answers = (
+        [] if any(failed) else [json.loads(Path(f"{folder}/answer-{rank}.json").read_text()) for rank in range(RANKS)]
+    )
     print(json.dumps({"failed": failed, "answers": answers}))
 
 

@@ -194,7 +194,7 @@ class DcpAsync(Engine):
     staging = None
     result = None
 
-    def open(self, state):
+    def open(self, _state):
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         self.stager = DefaultStager(StagingOptions(*self.staging)) if self.staging else None
@@ -277,11 +277,13 @@ class DLRover(Engine):
     }  # fmt: skip
     side = [
         sys.executable, "-c",
-        "import time\nfrom dlrover.python.elastic_agent.torch.ckpt_saver import AsyncCheckpointSaver\n"
-        "AsyncCheckpointSaver.start_async_saving_ckpt()\ntime.sleep(3600)",
+        (
+            "import time\nfrom dlrover.python.elastic_agent.torch.ckpt_saver import AsyncCheckpointSaver\n"
+            "AsyncCheckpointSaver.start_async_saving_ckpt()\ntime.sleep(3600)"
+        ),
     ]  # fmt: skip
 
-    def open(self, state):
+    def open(self, _state):
         from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer
 
         self.engine = DdpCheckpointer(self.folder)

@@ -67,7 +67,7 @@ def stamp(state, step):
 
 
 def wrong(state, step):
-    """ "" if every element is of `step`."""
+    """What is not of `step`; nothing if every element is."""
     if int(state["step"]) != step:
         return f"step {state['step']} instead of {step}"
     for index, (name, tensor) in enumerate(tensors(state)):
