@@ -147,6 +147,15 @@ def moved(d: Draft, event: IncidentMoved) -> None:
             d.member(member.member, unheard_in=None)
 
 
+def ended_well(d: Draft, member: Member) -> None:
+    """A process of a wrapped command ended well: it had gone on, even where no pulse showed it between its start and its end."""
+    for incident in list(d.state.incidents.values()):
+        if incident.healed_at is None and member.member in incident.members:
+            states = {d.state.members[name].state for name in incident.members if name in d.state.members}
+            healed_at = d.now if states == {"finished"} else None
+            moved(d, IncidentMoved(incident=incident.incident, resumed_at=d.now, healed_at=healed_at))
+
+
 def _root_of(d: Draft, member: Member, occurred_at: float, *, echo: bool) -> Incident | None:
     """The recent incident that this death belongs to; None when it stands alone."""
     regroup = d.state.regroup

@@ -208,7 +208,10 @@ def _exited(d: Draft, node: NodeId, event: MemberExited) -> None:
             incidents.noted(d, member, roots.of_exit(d.state, member, event), event.at)
         finished = event.exit_code == 0 and d.state.regroup is None
         d.drop_orders_about(event.member)
-        d.member(event.member, state="finished" if finished else "stopped", exit_code=event.exit_code, suspicion=None)
+        state = "finished" if finished else "stopped"
+        member = d.member(event.member, state=state, exit_code=event.exit_code, suspicion=None)
+        if finished and d.state.plan.kind == "command":
+            incidents.ended_well(d, member)
         _left(d)
         return
     event = msgspec.structs.replace(event, findings=at_the_end(event.findings, event.at))

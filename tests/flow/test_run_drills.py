@@ -54,7 +54,7 @@ def test_a_lost_node_is_replaced_by_an_empty_one(tmp_path):
     assert "killed its" in said
     assert "through" in said
     (incident,) = end["incidents"]
-    assert incident["what"] == "node-0 node.lost"
+    assert incident["what"] == "node-0 node.lost (with it command-0)"
     assert incident["drill"]
     assert incident["recovered_after_seconds"] > 0
 

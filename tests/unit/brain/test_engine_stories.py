@@ -605,6 +605,16 @@ def test_restarts_of_all_ranks_share_one_budget(ranks):
     assert max(number for _, number in ranks.started()) == 3
 
 
+def test_ranks_that_end_well_before_anybody_saw_them_back_are_back(ranks):
+    """A restart that ended well within a second has its moments too."""
+    ranks.die("rank-1")
+    for rank in range(3):
+        ranks.die(f"rank-{rank}", signal=None, exit_code=0, expected=True)
+    incident = the_incident(ranks)
+    assert incident.resumed_at == incident.healed_at == ranks.now
+    assert ranks.state.phase == "finished"
+
+
 def test_a_command_whose_ranks_all_end_well_is_finished(ranks):
     """Exit code 0 of every rank ends the job; the nodes are stopped and their memory removed."""
     for rank in range(3):
