@@ -45,7 +45,7 @@ def until(
     what: str,
     seconds: float,
     *,
-    every: float = 0.05,
+    every: float = 0.2,
     tell: Callable[[], str] = str,
 ) -> T:
     """Return the first truthy answer; fail the test, naming `what` and what `tell` then tells, after `seconds`."""
