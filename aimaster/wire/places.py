@@ -13,7 +13,7 @@ from pathlib import Path
 
 from aimaster.wire.ids import MemberId, NodeId, RunId
 
-MEMORY_ROOT = Path("/dev/shm")
+MEMORY_ROOT = Path("/dev/shm")  # noqa: S108 - node folders in it are made with mode 0700, and ours by name
 
 ENV_RUN_DIR = "AIMASTER_RUN_DIR"
 ENV_RUN_ID = "AIMASTER_RUN_ID"

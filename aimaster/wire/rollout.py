@@ -1,8 +1,8 @@
 """Rollout worker and controller: prompt leases out, completions in. All by HTTP POST with msgpack bodies.
 
-    /v1/rollout/lease     LeaseRequest    -> LeaseReply
-    /v1/rollout/stream    StreamRequest   -> StreamReply      tokens so far of long generations; renews the leases
-    /v1/rollout/complete  CompleteRequest -> CompleteReply    answered after the fsync of what it admits
+/v1/rollout/lease     LeaseRequest    -> LeaseReply
+/v1/rollout/stream    StreamRequest   -> StreamReply      tokens so far of long generations; renews the leases
+/v1/rollout/complete  CompleteRequest -> CompleteReply    answered after the fsync of what it admits
 """
 
 from typing import Literal
