@@ -46,6 +46,8 @@ class Sight(msgspec.Struct, frozen=True, kw_only=True):
     """The kernel's tree of devices, where the host's is mounted elsewhere."""
     cgroup_root: str = "/sys/fs/cgroup"
     """The control groups."""
+    log_paths: str = ""
+    """Patterns of further logs to follow, parted by colons; `**` means any depth."""
     call_seconds: float = 10.0
     """A call of NVML, or of a network file system, that takes longer hangs."""
     clock_seconds: float = 30.0

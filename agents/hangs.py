@@ -34,6 +34,8 @@ COMMAND_ROLE = "command"
 LOG_APART_SECONDS = 60.0
 """A lone program known by its log alone must stand still for at least so long, and use no processor: its phases are not known for sure."""
 MOST_LOOKS = 8
+UNLEARNT_PARTS = 10.0
+"""While no lease is learnt, ranks must stand apart for a tenth of the longest start-up."""
 log = structlog.get_logger()
 
 
@@ -285,7 +287,7 @@ class HangWatch:
                 return
             beats, history, pause = watched.beats, list[list[RankLook]](), self._pace.look_seconds
             lease = self._learnt(watched)
-            span = lease or watched.member.spec.lease_floor_seconds
+            span = lease or watched.member.spec.startup_hang_seconds / UNLEARNT_PARTS
             while self._still_silent(watched, beats):
                 looks, texts = await ranks.look(there, self._pace.dump_seconds)
                 if len(looks) < len(there):
@@ -306,7 +308,8 @@ class HangWatch:
         """Report the guilty: as findings, and the members they belong to as suspected with evidence."""
         groups = group(looks)
         now = time.time()
-        for finding in ranks.accuse(self._node, looks, groups, apart, now):
+        learnt = self._learnt(silent) is not None
+        for finding in ranks.accuse(self._node, looks, groups, apart, now, learnt=learnt):
             self._report(Found(finding=finding), now)
         if apart.kind != "straggler":
             return

@@ -18,7 +18,7 @@ import aiohttp
 import msgspec
 import structlog
 
-from agents import metrics, shim
+from agents import metrics, ranks, shim
 from agents.config import Keeping, Pace, Sight
 from agents.endpoints import Endpoints
 from agents.hangs import HangWatch
@@ -30,6 +30,7 @@ from agents.member import Member
 from agents.notices import tell_controller
 from agents.orders import Orders
 from agents.outbox import Outbox
+from agents.paths import NamedLogs
 from agents.peers import Peers
 from agents.sensors.all import Sensors
 from agents.sensors.clock import ClockBounds
@@ -113,6 +114,8 @@ class Node:
         self._hangs = HangWatch(self._memory, node=self.name, pace=self._pace, report=self.report, spawn=self._spawn)
         signs = catalogue.load()
         self._logs = LogWatch(self.name, signs, self.report, heard=self._hangs.hear)
+        patterns = [one for one in self._sight.log_paths.split(":") if one]
+        self._named_logs = NamedLogs(self.name, patterns, signs, self.report)
         self._trainer = Trainer(
             self._run, self._plan.run_id, self.name,
             pace=self._pace, front=self._front, report=self.report, observer=self, spawn=self._spawn,
@@ -164,6 +167,7 @@ class Node:
     async def _close(self) -> None:
         self._sensors.close()
         self._eyes.close()
+        self._named_logs.close()
         self._trainer.close()
         self._keeper.close()
         await self._endpoints.close()
@@ -206,6 +210,8 @@ class Node:
         if not event.expected and member.process is not None:
             pids = self._eyes.process.trees.get(member.name, frozenset()) | {member.process.pid}
             seen = self._machine.explain(member.name, pids, at)
+            if ranks.is_rank(member):
+                seen += ranks.left_early(self.name, member, self._trainer.members.values(), at)
             event = msgspec.structs.replace(event, findings=(*event.findings, *seen)[-MOST_FINDINGS:])
         key = (member.spec.role, event.expected)
         self._deaths[key] = self._deaths.get(key, 0) + 1
@@ -217,6 +223,7 @@ class Node:
         while True:
             self._hangs.tick()
             self._logs.tick()
+            self._named_logs.tick()
             self._endpoints.turning.turn()
             await asyncio.sleep(self._pace.progress_seconds)
 
@@ -352,7 +359,7 @@ class Node:
             outbox_waiting=len(self._outbox),
             outbox_refused=self._outbox.refused,
             orders_refused=self._orders.refused,
-            log_bytes=self._logs.bytes_read,
+            log_bytes=self._logs.bytes_read + self._named_logs.bytes_read,
             places=self._keeper.places(),
             flushes=dict(self._keeper.flushes),
             flush_seconds=self._keeper.flush_seconds,

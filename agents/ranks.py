@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from agents import stacks
-from agents.member import Member
+from agents.member import Ended, Member, read_record
 from agents.rules.groups import Apart, Group, RankLook, describe
 from agents.sensors.process import TICKS_PER_SECOND, members_of, read_table
 from agents.shim import stat_fields
@@ -20,6 +20,8 @@ from aimaster.wire.health import Evidence, Finding, Subject
 
 MOST_RANKS = 64
 """Of one node; more are not looked at."""
+LEFT_SECONDS = 60.0
+"""A rank that left longer ago is not what the others waited for."""
 
 
 class Rank(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,7 +117,9 @@ async def look(ranks: Sequence[Rank], wait_seconds: float) -> tuple[list[RankLoo
     return looks, texts
 
 
-def accuse(node: str, looks: Sequence[RankLook], groups: Sequence[Group], apart: Apart, at: float) -> list[Finding]:
+def accuse(
+    node: str, looks: Sequence[RankLook], groups: Sequence[Group], apart: Apart, at: float, *, learnt: bool
+) -> list[Finding]:
     """A finding for each guilty rank: where it is, and where the others are."""
     by_rank = {one.rank: one for one in looks}
     where = describe(groups)
@@ -133,9 +137,36 @@ def accuse(node: str, looks: Sequence[RankLook], groups: Sequence[Group], apart:
             subject=Subject(node=node, rank=rank, pid=by_rank[rank].pid),
             node=node,
             time_seconds=at,
-            weight=80 if apart.kind == "straggler" else 45,
+            weight=80 if apart.kind == "straggler" and learnt else 45,
             details={"seconds": f"{apart.seconds:.1f}", "idle": str(apart.idle).lower(), "ranks": str(len(looks))},
             evidence=proof,
         )
         for rank in apart.ranks
     ]
+
+
+def left_early(node: str, dying: Member, members: Iterable[Member], at: float) -> list[Finding]:
+    """Ranks that had left with exit code 0 when this one ended badly: others may have waited for them. It only counts where the
+    dying one has no reason of its own.
+    """
+    found = []
+    for other in members:
+        how = read_record(other.folder / "exit.json", Ended)
+        left = other is not dying and is_rank(other) and how is not None and how.incarnation == other.incarnation
+        if not left or how is None or how.exit_code != 0 or not 0 <= at - how.at <= LEFT_SECONDS:
+            continue
+        text = f"{other.name} had left with exit code 0, {at - how.at:.1f} s before {dying.name} lost its peer"
+        found.append(
+            Finding(
+                id=f"{node}:ranks.left:{other.name}:{other.incarnation}",
+                sign="ranks.left",
+                category="process.killed",
+                role="accusation",
+                subject=Subject(node=node, rank=other.spec.rank, pid=other.process.pid if other.process else None),
+                node=node,
+                time_seconds=how.at,
+                weight=70,
+                evidence=(Evidence(node=node, file="exit.json", time_seconds=how.at, text=text, role="accusation", sign="ranks.left"),),
+            )
+        )  # fmt: skip
+    return found

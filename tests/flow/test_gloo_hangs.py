@@ -1,0 +1,27 @@
+"""A real gloo job under `aimaster run`, default settings: minutes each, since torch starts eight times."""
+
+import pytest
+
+from agents.stacks import find_spy
+from tests.bench.eyes import measure_hang
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(find_spy() is None, reason="py-spy is not installed"),
+]
+
+
+@pytest.mark.parametrize("mode", ["sleep", "spin", "file", "die"])
+def test_the_guilty_rank_is_named_within_half_a_minute(mode):
+    """Asleep, spinning, blocked on a file before an all-reduce, or dead without a word: rank 2 is named, and the job ends well."""
+    seen = measure_hang(mode)
+    assert str(seen["named"]).startswith("rank-2 ")
+    assert seen["seconds"] < 30
+    assert (seen["incidents"], seen["exit_code"]) == (1, 0)
+
+
+def test_a_first_evaluation_of_a_minute_is_no_incident():
+    """All ranks are silent for 60 s in a phase that nobody has learnt: no verdict, nothing is killed."""
+    seen = measure_hang("evaluate")
+    assert (seen["named"], seen["incidents"], seen["exit_code"]) == (None, 0, 0)
