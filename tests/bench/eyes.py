@@ -225,15 +225,22 @@ def measure_hang(mode: str) -> dict[str, object]:
         program = [sys.executable, "-m", "aimaster.cli.app", "run", "--run-dir", str(folder), "--nproc-per-node", "4", "--", sys.executable, str(JOB), mode]  # fmt: skip
         environment = os.environ | {"FAULT_FILE": str(fault), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False, timeout=240)
-        incidents = json.loads((folder / "summary.json").read_text()).get("incidents", [])
+        incidents = json.loads((folder / "summary.json").read_text())["status"]["incidents"]
         first = incidents[0] if incidents else None
         return {
             "mode": mode,
-            "named": None if first is None else first["what"],
-            "seconds": None if first is None else first["detected_after_seconds"],
+            "named": None if first is None else named_by(first),
+            "category": None if first is None else first["verdict"]["category"],
+            "seconds": None if first is None else round(first["detected_at"] - float(fault.read_text()), 1),
             "incidents": len(incidents),
             "exit_code": done.returncode,
         }
+
+
+def named_by(incident: dict) -> str:
+    """The rank that the verdict names, else the member that it is about."""
+    rank = incident["verdict"]["culprit"]["rank"]
+    return str(incident["subject"]) if rank is None else f"rank-{rank}"
 
 
 def main() -> None:

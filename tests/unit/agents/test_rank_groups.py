@@ -1,10 +1,13 @@
 import pytest
 
+from agents.member import Member, Ordered
+from agents.ranks import left_early
 from agents.rules.groups import RankLook, describe, find_apart, group, waits
 from agents.rules.hang import Frame
 from agents.stacks import spy_text, stack_of
 from agents.steps import LogSteps
 from aimaster.client import Leases
+from aimaster.wire.topology import MemberSpec
 
 TRAIN = Frame("/x/train.py", 40, "<module>")
 REDUCE = (Frame("/v/site-packages/torch/distributed/distributed_c10d.py", 3252, "all_reduce"), TRAIN)
@@ -143,3 +146,26 @@ def test_an_announced_phase_has_a_lease_of_its_own():
     quiet = LogSteps(7, Leases(0.5))
     feed(quiet, "Loading model checkpoint shards\n", 1.0)
     assert quiet.reading() is None
+
+
+@pytest.fixture
+async def ranks_of(tmp_path):
+    def make(rank, exit_code=None, at=10.0, world=4):
+        env = {"RANK": str(rank), "WORLD_SIZE": str(world)}
+        spec = MemberSpec(member=f"rank-{rank}", role="command", rank=rank, argv=("x",), env=env)
+        folder = tmp_path / spec.member
+        folder.mkdir()
+        if exit_code is not None:
+            (folder / "exit.json").write_text(f'{{"incarnation":0,"exit_code":{exit_code},"signal":null,"at":{at}}}')
+        return Member(folder, Ordered(spec=spec, incarnation=0, cookie="c", log_offset=0, stacks_offset=0))
+
+    return make
+
+
+async def test_who_left_early_is_accused_by_those_it_left(ranks_of):
+    """Exit code 0 shortly before a peer lost it; who failed, left long ago, is no rank or is the dying one itself is not."""
+    dying = ranks_of(0, exit_code=0, at=10.0)
+    others = [dying, ranks_of(1, 1), ranks_of(2, 0), ranks_of(3), ranks_of(4, 0, at=-100.0), ranks_of(5, 0, world=1)]
+    (found,) = left_early("n", dying, others, 12.0)
+    assert (found.role, found.subject.rank, found.weight) == ("accusation", 2, 70)
+    assert "2.0 s before rank-0" in found.evidence[0].text
