@@ -1,11 +1,12 @@
 """Batched decoding of a transformers model with its key-value cache: own loop, so that every token has its log-prob and version.
 
-Completions are decoded in waves: a wave is read at once (each different prompt once, left-padded) and decoded together until its last
-row ends; rows that end early are taken out when they are a quarter of it. New requests form a wave of their own beside those
-that run, as soon as there are enough of them. Weights may change between two tokens; cached keys and values of older weights stay.
+Completions are decoded in waves: a wave is read at once (each different prompt once, what all begin with once for all) and decoded
+together until its last row ends; rows that end early are taken out when they are a quarter of it. New requests form a wave of their
+own beside those that run, as soon as there are enough. Weights may change between two tokens; cached keys and values stay.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -111,7 +112,8 @@ class _Wave:
         self._device = device
         self._beat = beat
         self._cache: Any = None
-        self._mask = torch.empty(0)
+        self._mask = torch.empty(0, 0, dtype=torch.long)
+        """[rows, tokens in the cache]: 0 on padding."""
 
     def living(self) -> list[Generation]:
         return [one for one in self.rows if one is not None]
@@ -120,30 +122,46 @@ class _Wave:
         self.rows = [one if one is None or one.request.key not in keys else None for one in self.rows]
 
     def read(self) -> Tensor:
-        """Read the prompts, each different one once, and return the logits after them."""
+        """Read the prompts, each different one once and their common opening once for all; return the logits after them."""
         texts = [one.request.prompt_tokens + tuple(one.tokens) for one in self.living()]
         places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
-        width = max(map(len, places))
-        ids = torch.tensor([(0,) * (width - len(text)) + text for text in places], device=self._device)
-        mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in places], device=self._device)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        stride = max(1, READ_TOKENS // len(places))
+        opening = _opening(list(places)) if len(places) > 1 else ()
+        if opening:
+            self._feed(torch.tensor([opening]), torch.ones(1, len(opening), dtype=torch.long))
+            self._cache.batch_repeat_interleave(len(places))
+            self._mask = self._mask.expand(len(places), -1)
+        rests = [text[len(opening) :] for text in places]
+        width = max(map(len, rests))
+        # Padding stands on the left, behind the opening, so that all rows end together.
+        hidden = self._feed(
+            torch.tensor([(0,) * (width - len(rest)) + rest for rest in rests]),
+            torch.tensor([[0] * (width - len(rest)) + [1] * len(rest) for rest in rests]),
+        )
+        row_of = torch.tensor([places[text] for text in texts], device=self._device)
+        if len(places) < len(texts):
+            self._cache.batch_select_indices(row_of)
+        self._mask = self._mask[row_of]
+        return self._model.logits(hidden)[row_of]
+
+    def _feed(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Run tokens behind what is in the cache, a part at a time, and return the last hidden states."""
+        ids, mask = ids.to(self._device), mask.to(self._device)
+        begun = self._mask.shape[1]
+        self._mask = torch.cat([self._mask, mask], 1) if begun else mask
+        positions = (self._mask.cumsum(1) - 1).clamp(min=0)[:, begun:]
+        stride, width = max(1, READ_TOKENS // len(ids)), ids.shape[1]
         hidden = torch.empty(0)
         for begin in range(0, width, stride):
             end = min(begin + stride, width)
             self._beat()
             out = self._model.decode_step(
                 input_ids=ids[:, begin:end],
-                attention_mask=mask[:, :end],
+                attention_mask=self._mask[:, : begun + end],
                 position_ids=positions[:, begin:end],
                 past_key_values=self._cache,
             )
             self._cache, hidden = out.past_key_values, out.last_hidden_state
-        row_of = torch.tensor([places[text] for text in texts], device=self._device)
-        if len(places) < len(texts):
-            self._cache.batch_select_indices(row_of)
-        self._mask = mask[row_of]
-        return self._model.logits(hidden[:, -1])[row_of]
+        return hidden[:, -1]
 
     def decode(self) -> Tensor:
         """Run the newest token of every row and return the logits after it."""
@@ -170,3 +188,10 @@ class _Wave:
         self._cache.batch_select_indices(at)
         self._mask = self._mask[at]
         self.rows = [self.rows[place] for place in kept]
+
+
+def _opening(texts: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return what all begin with, and at least one token less than the shortest."""
+    low, high = min(texts), max(texts)  # in order of their tokens: what these two share, all share
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(low, high, strict=False))
+    return tuple(token for token, _ in same)[: min(map(len, texts)) - 1]
