@@ -49,7 +49,6 @@ from aimaster.wire.topology import JobPlan, ProcessId
 DRAIN_SECONDS = 3.0
 CAUSE_SECONDS = 0.1
 """How long a death may wait for the kernel's word on it."""
-CLOCK_ANSWER_SECONDS = 5.0
 CONTROLLER_ROLE = "controller"
 log = structlog.get_logger()
 
@@ -88,6 +87,8 @@ class Node:
         self._remove_memory = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._deaths: dict[tuple[str, bool], int] = {}
+        self._shown: tuple[int, tuple[Reading, ...]] = (0, ())
+        """Connection, and the readings that its last pulse knew."""
 
     async def serve(self, host: str = "127.0.0.1", port: int = 0) -> None:
         """Run until told to end. Raises TakenError when another agent holds this node."""
@@ -148,7 +149,12 @@ class Node:
             self._sensors.start()
             self._spawn("link to master", self._link.run())
             self._spawn("watch members", self._watch_members())
-            self._spawn("watch the clock", self._watch_clock())
+            self._spawn(
+                "watch the clock",
+                self._clock.compare(
+                    self._session, lambda: find_master(self._run), self._machine.take, self._sight.clock_seconds
+                ),
+            )
             self._spawn("flush", self._keeper.flush_forever())
             self._spawn("copy to peer", self._peers.copy_forever())
             if self._front is not None:
@@ -241,20 +247,6 @@ class Node:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(done.wait(), CAUSE_SECONDS)
 
-    async def _watch_clock(self) -> None:
-        """Ask the master for its time now and then; one that does not answer tells nothing."""
-        while True:
-            url = find_master(self._run)
-            if url is not None:
-                asked_at = time.time()
-                with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
-                    limit = aiohttp.ClientTimeout(total=CLOCK_ANSWER_SECONDS)
-                    async with self._session.get(f"{url}/healthz", timeout=limit) as answer:
-                        reading = self._clock.hear(answer.headers.get("Date", ""), asked_at, time.time())
-                        if reading is not None:
-                            self._machine.take((reading,))
-            await asyncio.sleep(self._sight.clock_seconds)
-
     async def _watch_front(self, front: ProcessId) -> None:
         gone = asyncio.Event()
         descriptor = shim.open_process(front.pid, front.start_ticks)
@@ -327,9 +319,12 @@ class Node:
         )
 
     def _pulse(self) -> Pulse:
-        return Pulse(
-            at=time.time(), members=self.pictures(), snapshots=self._keeper.places(), readings=self._readings()
-        )
+        """Readings go once: a thousand nodes would tell their master the same eight GPUs every second."""
+        readings = self._readings()
+        known = {id(one) for one in self._shown[1]} if self._shown[0] == self._link.connections else set()
+        fresh = tuple(one for one in readings if id(one) not in known)
+        self._shown = (self._link.connections, readings)
+        return Pulse(at=time.time(), members=self.pictures(), snapshots=self._keeper.places(), readings=fresh)
 
     def describe(self) -> dict[str, object]:
         """For GET /v1/node."""

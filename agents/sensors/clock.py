@@ -4,12 +4,19 @@ Date tells whole seconds; each answer bounds the offset from both sides, and the
 that was set in between contradicts them: then they begin anew.
 """
 
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
 from email.utils import parsedate_to_datetime
+
+import aiohttp
 
 from aimaster.wire.health import Reading, Subject
 
 DATE_SECONDS = 1.0
 """What the header does not tell."""
+ANSWER_SECONDS = 5.0
 
 
 class ClockBounds:
@@ -43,3 +50,22 @@ class ClockBounds:
             },
         )
         return self.reading
+
+    async def compare(
+        self,
+        session: aiohttp.ClientSession,
+        find_master: Callable[[], str | None],
+        hand_on: Callable[[Sequence[Reading]], None],
+        every_seconds: float,
+    ) -> None:
+        """Ask the master for its time now and then, for ever; one that does not answer tells nothing."""
+        while True:
+            url = find_master()
+            asked_at = time.time()
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+                if url is not None:
+                    limit = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
+                    async with session.get(f"{url}/healthz", timeout=limit) as answer:
+                        reading = self.hear(answer.headers.get("Date", ""), asked_at, time.time())
+                        hand_on(() if reading is None else (reading,))
+            await asyncio.sleep(every_seconds)

@@ -42,9 +42,12 @@ class SensorReader:
     def start(self) -> None:
         self._thread.start()
 
-    def close(self) -> None:
+    def close(self, wait_seconds: float = 0.5) -> None:
+        """End the thread; one that hangs in a read is left."""
         self._ending.set()
         os.eventfd_write(self._bell, 1)
+        if self._thread.is_alive():
+            self._thread.join(wait_seconds)
 
     @property
     def active(self) -> tuple[str, ...]:

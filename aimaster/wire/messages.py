@@ -136,6 +136,7 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True, tag="pulse"):
     snapshots: tuple[SnapshotPlace, ...] = ()
     """Sealed segments in this node's memory, own and peer copies, and (from the agent that flushed last) none of storage."""
     readings: tuple[Reading, ...] = ()
+    """Those made since the pulse before; all at the first of a connection."""
 
 
 AgentMessage = Hello | Report | Pulse

@@ -193,7 +193,9 @@ async def measure_cost(seconds: float) -> dict[str, float]:
                 after = [cpu_seconds(pid) for pid in watched]
                 grown = sum((run.member(f"rank-{n}") / "output.log").stat().st_size for n in range(MEMBERS)) - written
                 shares = [(late - early) / took for early, late in zip(before, after, strict=True)]
-                usage = [r for r in master.pulses["node-0"].readings if r.kind == "process.usage"]
+                usage = await until(
+                    lambda: [r for r in master.pulses["node-0"].readings if r.kind == "process.usage"], PATIENCE_SECONDS
+                )
                 sizes = [pss_bytes(pid) for pid in watched]
                 return {
                     "cpu_ratio": round(sum(shares), 4),

@@ -65,6 +65,45 @@ async def test_the_guilty_rank_is_named(run, mode, where, idle):
         assert {one.member for one in condemned(master)} == {"rank-2"}
 
 
+LAUNCHER = """
+import os, subprocess, sys
+ranks = [
+    subprocess.Popen([sys.executable, *sys.argv[1:]], env=os.environ | {"RANK": str(rank), "WORLD_SIZE": "4"}) for rank in range(4)
+]
+for one in ranks:
+    one.wait()
+"""
+
+
+async def test_ranks_below_a_launcher_are_found(run):
+    """One member that starts all ranks itself, as torchrun does: the finding names rank and process among its children."""
+    run.agent()
+    async with Master(run) as master:
+        spec = MemberSpec(
+            member="command-0", role="command", argv=(sys.executable, "-c", LAUNCHER, JOB, "sleep", str(free_port())),
+            lease_floor_seconds=0.6, reports_progress=False,
+        )  # fmt: skip
+        started = await master.start("node-0", spec)
+        finding = (
+            await until(lambda: [e.finding for e in master.events(Found) if e.finding.sign == "ranks.apart"], 40)
+        )[0]
+        assert finding.subject.rank == 2
+        assert finding.subject.pid != started.process.pid
+        assert condemned(master)[0].member == "command-0"
+
+
+async def test_a_lone_program_is_not_judged_by_its_log_alone(run):
+    """Steps in its log, then long silence in one place: stacks are taken and reported, and nothing speaks for killing it."""
+    run.agent()
+    async with Master(run) as master:
+        await start(master, "evaluate", floor=0.4, ranks=1, RING_PAUSE="3")
+        suspected = await until(lambda: master.events(HangSuspected), 40)
+        log = run.member("rank-0") / "output.log"
+        await until(lambda: "step 45 " in log.read_text(), 60)
+        assert suspected[0].progress.step >= 38
+        assert all("same-frame-twice" not in one.evidence for one in master.events(HangSuspected))
+
+
 @pytest.mark.parametrize("mode", ["evaluate", "announced", "uneven"])
 async def test_a_first_long_phase_condemns_nobody(run, mode):
     """A first evaluation many leases long, on all ranks or on one that works while the others wait: no evidence, and the job goes on."""
