@@ -23,7 +23,8 @@ import click
 def main(run_dir: Path, node: str, host: str, port: int, front_pid: int | None, once: bool, as_json: bool) -> None:
     """The sidecar of one node: starts its members, watches them, keeps their snapshots.
 
-    Its pace is set by AIMASTER_AGENT__* (progress_seconds, look_seconds, pulse_seconds, sensor_seconds, ...).
+    Its pace is set by AIMASTER_AGENT__* (progress_seconds, look_seconds, pulse_seconds, sensor_seconds, ...), and so is where it
+    looks (kernel_log, log_paths, sys_root, cgroup_root, call_seconds).
     """
     import os
 

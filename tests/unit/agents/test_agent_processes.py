@@ -44,7 +44,7 @@ def test_a_process_is_known_beyond_doubt(sleeper):
 
 def test_states_are_read(sleeper):
     """Stopped processes show T; a dead one shows nothing."""
-    assert read_process(sleeper.pid).resident_bytes > 1 << 20
+    until(lambda: read_process(sleeper.pid).resident_bytes > 1 << 20)
     sleeper.send_signal(signal.SIGSTOP)
     until(lambda: read_process(sleeper.pid).state == "T")
     sleeper.kill()
