@@ -92,6 +92,8 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     fence_leases: float
     record_gradients: bool = False
     """Each committed step's reduced gradient is kept on disk."""
+    origin: str = ""
+    """Checkpoint or run folder whose state a new run starts from; empty: the configured model."""
     drills: tuple[HangDrill, ...] = ()
 
 
@@ -159,6 +161,7 @@ def policy_settings(job: JobSettings) -> PolicySettings:
         lease_factor=ours.leases.learnt_factor,
         fence_leases=ours.leases.self_fence_leases,
         record_gradients=ours.record_gradients,
+        origin=job.train.resume if isinstance(job.train.resume, str) else "",
         drills=hang_drills(ours.drill),
     )
 

@@ -24,6 +24,8 @@ PARQUET = ".parquet"
 TASK = re.compile(r"(sort|add|copy)[1-9][0-9]?|one_?step")
 REWARDS = ("exact", "gsm8k", "gsm8k_lenient", "format", "single_choice", "math_verify", "direct_math", "boxed_math")
 """Reward functions that the runtime has; further ones are `module:function` or entry points of REWARD_GROUP."""
+CHECKPOINTS = ("manifest.json", "policy/*/manifest.json", "storage/policy/*/manifest.json", "resolved.json")
+"""Of a checkpoint, a storage, a run folder, and a run folder with its storage elsewhere."""
 REWARD_GROUP = "aimaster.rewards"
 
 
@@ -79,8 +81,16 @@ def _batch(job: JobSettings) -> Iterator[tuple[str, str]]:
 
 def _resume(job: JobSettings) -> Iterator[tuple[str, str]]:
     resume = job.train.resume
-    if isinstance(resume, str) and as_path(resume) is None:
+    if not isinstance(resume, str):
+        return
+    path = as_path(resume)
+    if path is None:
         yield "train.resume", f'"{resume}" is neither true, false nor an existing path'
+    elif path.is_dir() and not any(True for pattern in CHECKPOINTS for _ in path.glob(pattern)):
+        yield (
+            "train.resume",
+            f"{resume} holds no checkpoint: name a checkpoint, the storage it lies in, or a run folder",
+        )
 
 
 def _dataset(job: JobSettings) -> Iterator[tuple[str, str]]:

@@ -116,7 +116,7 @@ class TrainSettings(Table, frozen=True, kw_only=True):
     ckpt: CkptSettings = CkptSettings()
     """What is kept on storage."""
     resume: bool | str = False
-    """True = newest step under output_dir, string = that path."""
+    """A path: a new run starts from that checkpoint or run folder. An unfinished run is resumed whatever is said here."""
     epoch: Positive = 1
     """Passes over the data."""
     output_dir: str = "./outputs"

@@ -8,6 +8,7 @@ refused and is no candidate again.
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import structlog
 from torch import Tensor
@@ -21,6 +22,7 @@ from rl_runtime.evaluate import Rows, evaluate_weights
 from rl_runtime.links.base import SnapshotLink
 from rl_runtime.models.base import Bundle
 from rl_runtime.models.load import load_model
+from rl_runtime.policy.origin import fill_from
 from rl_runtime.policy.trainer import Trainer
 from rl_runtime.policy.warm_start import warm_start
 
@@ -71,8 +73,11 @@ class MemberState:
         self._evaluations: dict[str, float] = {}
         self._state = {**self.trainer.state(), "evaluations": self._evaluations}
         self._refused: set[Version] = set()
+        self._owes_flush = False
+        """A snapshot that was to go to storage was skipped or lost; the next one goes in its place."""
         self._under_way: Version | None = None
         """Of the newest save that was begun."""
+        self._flushes_under_way = False
         self._looked = False
         self._pristine = True
         """The weights are as the configuration gives them."""
@@ -114,21 +119,13 @@ class MemberState:
         return tuple(one for one in found if one.version not in self._refused)
 
     def begin(self, lineage: int) -> None:
-        """Initialise from the configuration, warm start included, as step 0."""
+        """Initialise as step 0: from the configuration, warm start included, or from where it says that the run starts."""
         self._beat("startup")
-        self._make_pristine()
-        self.trainer.reset_optimizer()
-        self.trainer.drop()
-        loss = warm_start(
-            self._bundle,
-            self._rows,
-            self._settings.warm_start,
-            device=self._device,
-            beat=lambda: self._beat("startup"),
-        )
-        self.trainer.drop()
-        self._pristine = False
-        log.info("begun", lineage=lineage, warm_start_loss=loss)
+        if self._settings.origin:
+            self._fill_from(Path(self._settings.origin))
+        else:
+            self._start_afresh()
+        log.info("begun", lineage=lineage)
         self.version, self.chain = Version(lineage, 0), ""
         self._evaluate("eval_before")
         self._save(epoch=0, flush=False)
@@ -186,7 +183,7 @@ class MemberState:
         final = word.version.step >= self._steps
         if final:
             self._evaluate("eval_after")
-        if word.flush or final or word.version.step % self._settings.save_every == 0:
+        if word.flush or self._owes_flush or final or word.version.step % self._settings.save_every == 0:
             self._save(epoch=word.epoch, flush=word.flush)
         return norm
 
@@ -194,6 +191,30 @@ class MemberState:
         """Wait for the last save."""
         self._beat("save")
         self._checkpointer.close()
+
+    def _fill_from(self, origin: Path) -> None:
+        """Take over the state of another run, counted from 0 here."""
+        self.trainer.drop()
+        self._pristine = False
+        segment, step = fill_from(origin, self.trainer.state(), beat=lambda: self._beat("restore"))
+        log.info("state of another run", file=str(segment), its_step=step)
+
+    def _start_afresh(self) -> None:
+        """Take the configured weights, and train them on some answers where a warm start is asked for."""
+        self._make_pristine()
+        self.trainer.reset_optimizer()
+        self.trainer.drop()
+        loss = warm_start(
+            self._bundle,
+            self._rows,
+            self._settings.warm_start,
+            device=self._device,
+            beat=lambda: self._beat("startup"),
+        )
+        self.trainer.drop()
+        self._pristine = False
+        if loss is not None:
+            log.info("warm start", loss=loss)
 
     def _make_pristine(self) -> None:
         """Bring the weights back to their very first values, in place."""
@@ -238,8 +259,10 @@ class MemberState:
         return restored.state_digest
 
     def _save(self, *, epoch: int, flush: bool, forced: bool = False) -> None:
-        """Begin a snapshot, or skip and count it; a forced one is not counted, it is tried again."""
+        """Begin a snapshot, or skip and count it; a forced one is not counted, it is tried again. A flush that is missed is made up for."""
         assert self.version is not None  # noqa: S101 - all callers have just set it
+        flush = flush or self._owes_flush
+        lost = False
         self._beat("save")  # the first one takes and fills the memory, which is long for a large model
         try:
             saved = self._checkpointer.save(
@@ -249,8 +272,9 @@ class MemberState:
             # An earlier save went wrong in the background; this one is under way. Training goes on.
             log.warning("a snapshot was lost", reason=str(error))
             self.skipped_saves += 1
-            saved = True
+            saved, lost = True, self._flushes_under_way
         if saved:
-            self._under_way = self.version
+            self._under_way, self._flushes_under_way = self.version, flush
         elif not forced:
             self.skipped_saves += 1
+        self._owes_flush = (flush and not saved) or (lost and not flush)

@@ -71,7 +71,8 @@ def test_a_near_miss_of_true_is_true(tmp_path: Path, word: str) -> None:
 def test_an_existing_path_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """T1: an existing path is resumed from, even one whose name is a near-miss; the path is kept as written."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "flase").mkdir()
+    (tmp_path / "flase" / "policy" / "l000-s000000020-e001").mkdir(parents=True)
+    (tmp_path / "flase" / "policy" / "l000-s000000020-e001" / "manifest.json").write_text("{}")
     resolved = load_text(tmp_path, 'train.resume = "flase"')
     assert resolved.job.train.resume == "flase"
     assert resolved.warnings == ()
@@ -84,6 +85,12 @@ def test_a_missing_path_stops_a_run(tmp_path: Path) -> None:
     assert resolved.job.train.resume == "/nowhere/step_20"
     (obstacle,) = [o for o in resolved.obstacles if o.key == "train.resume"]
     assert "neither true, false nor an existing path" in obstacle.text
+
+
+def test_a_path_without_a_checkpoint_stops_a_run(tmp_path: Path) -> None:
+    """A folder in which no checkpoint lies is told at once, not by the member that would read it."""
+    (obstacle,) = [o for o in load_text(tmp_path, f'train.resume = "{tmp_path}"').obstacles if o.key == "train.resume"]
+    assert "holds no checkpoint" in obstacle.text
 
 
 @pytest.mark.parametrize(
