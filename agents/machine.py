@@ -49,7 +49,7 @@ class MachineWatch:
         self._mounts = MountRules()
         self._process = ProcessRules()
         self._kernel = KernelRules(catalogue, node)
-        self._collapse = Collapse()
+        self._collapse = Collapse(TEXT_DECIDES)
         self._lasting: dict[str, dict[str, float]] = {}
         """By sensor: id of a condition and when it was last seen to hold."""
         self._judged: dict[str, float] = {}
@@ -109,7 +109,7 @@ class MachineWatch:
                 return []
 
     def _tell_events(self, findings: list[Finding]) -> None:
-        for finding in self._collapse.fresh(findings, time.monotonic(), decided_by_text=TEXT_DECIDES):
+        for finding in self._collapse.fresh(findings, time.monotonic()):
             self._tell(finding)
 
     def _tell_conditions(self, sensor: str, findings: list[Finding]) -> None:

@@ -51,29 +51,60 @@ def gpus(readings: Sequence[Reading], xids: Mapping[tuple[str, str], int]) -> It
     if not devices and not closed:
         return
     yield gauge(
-        "aimaster_node_gpu_info", "Names of a GPU; always 1.", ("gpu", "uuid", "pci_bus_id"),
+        "aimaster_node_gpu_info",
+        "Names of a GPU; always 1.",
+        ("gpu", "uuid", "pci_bus_id"),
         [((_gpu(one), str(one.values["uuid"]), str(one.values["pci"])), 1.0) for one in devices],
-    )  # fmt: skip
-    yield gauge("aimaster_node_gpu_up", "1 while it answers.", ("gpu",), [((_gpu(one),), float(one.state == "ok")) for one in devices + closed])  # fmt: skip
+    )
+    yield gauge(
+        "aimaster_node_gpu_up",
+        "1 while it answers.",
+        ("gpu",),
+        [((_gpu(one),), float(one.state == "ok")) for one in devices + closed],
+    )
     for field, (name, text) in GPU_GAUGES.items():
         yield gauge(name, text, ("gpu",), _of(devices, field))
     for field, (name, text) in GPU_COUNTERS.items():
         yield counter(name, text, ("gpu",), _of(devices, field))
-    yield gauge("aimaster_node_gpu_clocks_event_active", "1 while the hardware slows it down.", ("gpu", "state"), [
-        ((_gpu(one), word), float(bool(int(number(one, "throttle_bits")) & bit)))
-        for one in devices if "throttle_bits" in one.values for bit, word in SLOWDOWN_BITS.items()
-    ])  # fmt: skip
-    yield counter("aimaster_node_gpu_ecc_errors", "ECC errors.", ("gpu", "severity", "state"), [
-        ((_gpu(one), severity, scope), number(one, f"ecc_{severity}_{scope}"))
-        for one in devices for severity in ("corrected", "uncorrected") for scope in ("volatile", "aggregate")
-        if f"ecc_{severity}_{scope}" in one.values
-    ])  # fmt: skip
-    yield gauge("aimaster_node_gpu_remapped_rows", "Rows remapped, and 1 where one is pending or failed.", ("gpu", "state"), [
-        ((_gpu(one), state), number(one, field))
-        for one in devices
-        for state, field in (("corrected", "remapped_corrected"), ("uncorrected", "remapped_uncorrected"), ("pending", "remap_pending"), ("failure", "remap_failure"))
-        if field in one.values
-    ])  # fmt: skip
+    yield gauge(
+        "aimaster_node_gpu_clocks_event_active",
+        "1 while the hardware slows it down.",
+        ("gpu", "state"),
+        [
+            ((_gpu(one), word), float(bool(int(number(one, "throttle_bits")) & bit)))
+            for one in devices
+            if "throttle_bits" in one.values
+            for bit, word in SLOWDOWN_BITS.items()
+        ],
+    )
+    yield counter(
+        "aimaster_node_gpu_ecc_errors",
+        "ECC errors.",
+        ("gpu", "severity", "state"),
+        [
+            ((_gpu(one), severity, scope), number(one, f"ecc_{severity}_{scope}"))
+            for one in devices
+            for severity in ("corrected", "uncorrected")
+            for scope in ("volatile", "aggregate")
+            if f"ecc_{severity}_{scope}" in one.values
+        ],
+    )
+    yield gauge(
+        "aimaster_node_gpu_remapped_rows",
+        "Rows remapped, and 1 where one is pending or failed.",
+        ("gpu", "state"),
+        [
+            ((_gpu(one), state), number(one, field))
+            for one in devices
+            for state, field in (
+                ("corrected", "remapped_corrected"),
+                ("uncorrected", "remapped_uncorrected"),
+                ("pending", "remap_pending"),
+                ("failure", "remap_failure"),
+            )
+            if field in one.values
+        ],
+    )
     counted: Counter[tuple[str, str]] = Counter()
     for (gpu, code), count in xids.items():
         counted[gpu, code if int(code) < _LISTED_XIDS else "other"] += count
@@ -89,20 +120,36 @@ def ports(readings: Sequence[Reading]) -> Iterator[Metric]:
         up = [(name, float(one.values["link"] == "ACTIVE")) for name, one in zip(names, found, strict=True)]
         yield gauge("aimaster_node_ib_port_up", "1 while the port is active.", labels, up)
         for field in ("rate_bits_per_second",):
-            yield gauge(f"aimaster_node_ib_port_{field}", "Rate of the link.", labels, [
-                (name, number(one, field)) for name, one in zip(names, found, strict=True) if field in one.values
-            ])  # fmt: skip
+            yield gauge(
+                f"aimaster_node_ib_port_{field}",
+                "Rate of the link.",
+                labels,
+                [(name, number(one, field)) for name, one in zip(names, found, strict=True) if field in one.values],
+            )
         for field in COUNTERS + HARDWARE_COUNTERS:
-            yield counter(f"aimaster_node_ib_{field}", "As the port counts it.", labels, [
-                (name, number(one, field)) for name, one in zip(names, found, strict=True) if field in one.values
-            ])  # fmt: skip
+            yield counter(
+                f"aimaster_node_ib_{field}",
+                "As the port counts it.",
+                labels,
+                [(name, number(one, field)) for name, one in zip(names, found, strict=True) if field in one.values],
+            )
     cards = [one for one in readings if one.kind == "fabric.nic"]
-    yield gauge("aimaster_node_nic_up", "1 while the card has a link.", ("device",), [
-        ((str(one.values["device"]),), float(one.values["link"] in ("up", "unknown"))) for one in cards
-    ])  # fmt: skip
-    yield counter("aimaster_node_nic_carrier_changes", "Times a card's carrier came or went.", ("device",), [
-        ((str(one.values["device"]),), number(one, "carrier_changes")) for one in cards if "carrier_changes" in one.values
-    ])  # fmt: skip
+    yield gauge(
+        "aimaster_node_nic_up",
+        "1 while the card has a link.",
+        ("device",),
+        [((str(one.values["device"]),), float(one.values["link"] in ("up", "unknown"))) for one in cards],
+    )
+    yield counter(
+        "aimaster_node_nic_carrier_changes",
+        "Times a card's carrier came or went.",
+        ("device",),
+        [
+            ((str(one.values["device"]),), number(one, "carrier_changes"))
+            for one in cards
+            if "carrier_changes" in one.values
+        ],
+    )
 
 
 def host(readings: Sequence[Reading]) -> Iterator[Metric]:
@@ -119,15 +166,34 @@ def host(readings: Sequence[Reading]) -> Iterator[Metric]:
             case "cgroup.memory":
                 groups["kills"] += int(number(one, "oom_kills"))
             case "host.oom":
-                yield counter("aimaster_node_host_oom_kills", "Processes that the kernel killed for memory since boot.", (), [((), number(one, "kills"))])  # fmt: skip
+                yield counter(
+                    "aimaster_node_host_oom_kills",
+                    "Processes that the kernel killed for memory since boot.",
+                    (),
+                    [((), number(one, "kills"))],
+                )
             case "host.clock":
-                yield gauge("aimaster_node_clock_offset_seconds", "This clock less the master's.", (), [((), number(one, "offset_seconds"))])  # fmt: skip
+                yield gauge(
+                    "aimaster_node_clock_offset_seconds",
+                    "This clock less the master's.",
+                    (),
+                    [((), number(one, "offset_seconds"))],
+                )
             case "kernel.source":
-                yield counter("aimaster_node_kernel_lines", "Lines of the kernel's log that were read.", ("source",), [((str(one.values["source"]),), number(one, "lines"))])  # fmt: skip
-                yield counter("aimaster_node_kernel_gaps", "Times its buffer went round unread.", (), [((), number(one, "lost"))])  # fmt: skip
+                yield counter(
+                    "aimaster_node_kernel_lines",
+                    "Lines of the kernel's log that were read.",
+                    ("source",),
+                    [((str(one.values["source"]),), number(one, "lines"))],
+                )
+                yield counter(
+                    "aimaster_node_kernel_gaps", "Times its buffer went round unread.", (), [((), number(one, "lost"))]
+                )
             case "host.mount":
                 read_only[str(one.values["device"]),] = float(bool(one.values["read_only"]))
-    yield counter("aimaster_node_oom_kills", "Kills in the members' control groups.", (), [((), float(groups["kills"]))])  # fmt: skip
+    yield counter(
+        "aimaster_node_oom_kills", "Kills in the members' control groups.", (), [((), float(groups["kills"]))]
+    )
     yield gauge("aimaster_node_zombie_processes", "Of the members.", (), [((), zombies)])
     yield gauge("aimaster_node_blocked_processes", "Members' processes in state D.", (), [((), blocked)])
     yield gauge("aimaster_node_processes", "Processes of the members.", (), [((), processes)])
@@ -139,13 +205,28 @@ def sensors(
 ) -> Iterator[Metric]:
     """What the eyes themselves are like."""
     names = dict.fromkeys(active, 1.0) | dict.fromkeys(unsupported, 0.0)
-    yield gauge("aimaster_node_sensor_up", "1 for a sensor that can read here.", ("sensor",), [((name,), value) for name, value in names.items()])  # fmt: skip
-    yield counter("aimaster_node_sensor_cpu_seconds", "Processor time of each sensor.", ("sensor",), [((name,), value) for name, value in seconds.items()])  # fmt: skip
+    yield gauge(
+        "aimaster_node_sensor_up",
+        "1 for a sensor that can read here.",
+        ("sensor",),
+        [((name,), value) for name, value in names.items()],
+    )
+    yield counter(
+        "aimaster_node_sensor_cpu_seconds",
+        "Processor time of each sensor.",
+        ("sensor",),
+        [((name,), value) for name, value in seconds.items()],
+    )
     states: Counter[tuple[str, ...]] = Counter((one.sensor, one.state) for one in readings)
     yield gauge("aimaster_node_readings", "Newest readings by state.", ("sensor", "state"), states.items())
     source = next((str(one.values["source"]) for one in readings if one.kind == "kernel.source"), "none")
     known = ("kmsg", "file", "journal", "none")
-    yield gauge("aimaster_node_source_active", "1 for the source of kernel lines that is read.", ("source",), [((name,), float(name == source)) for name in known])  # fmt: skip
+    yield gauge(
+        "aimaster_node_source_active",
+        "1 for the source of kernel lines that is read.",
+        ("source",),
+        [((name,), float(name == source)) for name in known],
+    )
 
 
 def gauge(name: str, text: str, labels: tuple[str, ...], values: Values) -> Metric:

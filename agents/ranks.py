@@ -166,7 +166,16 @@ def left_early(node: str, dying: Member, members: Iterable[Member], at: float) -
                 node=node,
                 time_seconds=how.at,
                 weight=70,
-                evidence=(Evidence(node=node, file="exit.json", time_seconds=how.at, text=text, role="accusation", sign="ranks.left"),),
+                evidence=(
+                    Evidence(
+                        node=node,
+                        file="exit.json",
+                        time_seconds=how.at,
+                        text=text,
+                        role="accusation",
+                        sign="ranks.left",
+                    ),
+                ),
             )
-        )  # fmt: skip
+        )
     return found

@@ -34,6 +34,8 @@ from aimaster.wire.topology import MemberSpec, ProcessId
 
 START_SECONDS = 20.0
 """From the shim's start to pid.json; a machine under load takes long to start an interpreter."""
+KILLED = 128 + signal.SIGKILL
+"""Exit code of a shell whose command was killed."""
 _POLL_SECONDS = 0.003
 log = structlog.get_logger()
 
@@ -240,7 +242,7 @@ class Trainer:
         seen_at = time.time()
         ended = await self._wait_for_exit(member)
         exit_code, number, at = (ended.exit_code, ended.signal, ended.at) if ended else (None, None, seen_at)
-        if exit_code != 0 and not member.ordered.stopping:
+        if (number == signal.SIGKILL or exit_code == KILLED) and not member.ordered.stopping:
             await self._observer.look_for_cause()
         event = self._observer.exit_report(member, exit_code, number, at)
         self._report(event, at)

@@ -13,9 +13,13 @@ from aimaster.wire.health import Finding, Reading
 
 LEAST_SECONDS: Final = 1.0
 PER_SECOND: Final = {
-    "symbol_error": 10.0, "port_rcv_errors": 10.0, "local_ack_timeout_err": 1.0, "port_xmit_discards": 100.0,
-    "roce_slow_restart": 10.0, "link_error_recovery": 5.0 / 60,
-}  # fmt: skip
+    "symbol_error": 10.0,
+    "port_rcv_errors": 10.0,
+    "local_ack_timeout_err": 1.0,
+    "port_xmit_discards": 100.0,
+    "roce_slow_restart": 10.0,
+    "link_error_recovery": 5.0 / 60,
+}
 """Above this rate the link is bad enough to be told as a warning."""
 FATAL: Final = ("link_downed", "excessive_buffer_overrun_errors", "local_link_integrity_errors", "rnr_nak_retry_err")
 """Any increase is told."""
@@ -65,12 +69,25 @@ class FabricRules:
             return []
         if not up:
             text = f"port {name} went down: {reading.values['link']}"
-            return [conclude(reading, "fabric.down", "net.port_down", text, about=name, weight=70, severity="critical", device=name)]  # fmt: skip
+            return [
+                conclude(
+                    reading,
+                    "fabric.down",
+                    "net.port_down",
+                    text,
+                    about=name,
+                    weight=70,
+                    severity="critical",
+                    device=name,
+                )
+            ]
         recent = sum(at - down <= FLAP_SECONDS for down in downs)
         if recent < FLAPS:
             return []
         text = f"port {name} went down {recent} times in {FLAP_SECONDS / 3600:.0f} hours"
-        return [conclude(reading, "fabric.flaps", "net.port_down", text, about=name, weight=60, device=name, count=recent)]  # fmt: skip
+        return [
+            conclude(reading, "fabric.flaps", "net.port_down", text, about=name, weight=60, device=name, count=recent)
+        ]
 
     def _counters(self, reading: Reading, name: str) -> list[Finding]:
         before, first = self._before.get(name), self._first[name]
@@ -85,17 +102,51 @@ class FabricRules:
             more = number(reading, counter) - number(first, counter)
             if more > 0:
                 text = f"port {name} {counter} increased by {more:.0f}"
-                found.append(conclude(reading, f"fabric.{counter}", "net.port_down", text, about=name, weight=50, device=name, count=int(more)))  # fmt: skip
+                found.append(
+                    conclude(
+                        reading,
+                        f"fabric.{counter}",
+                        "net.port_down",
+                        text,
+                        about=name,
+                        weight=50,
+                        device=name,
+                        count=int(more),
+                    )
+                )
         for counter, most in PER_SECOND.items():
             rate = (number(reading, counter) - number(before, counter)) / seconds
             if rate > most:
                 text = f"port {name} {counter} grows by {rate:.1f} a second"
-                found.append(conclude(reading, f"fabric.{counter}", "net.port_down", text, about=name, weight=WARNS, severity="warning", device=name, per_second=f"{rate:.2f}"))  # fmt: skip
+                found.append(
+                    conclude(
+                        reading,
+                        f"fabric.{counter}",
+                        "net.port_down",
+                        text,
+                        about=name,
+                        weight=WARNS,
+                        severity="warning",
+                        device=name,
+                        per_second=f"{rate:.2f}",
+                    )
+                )
         lasted = reading.time_seconds - first.time_seconds
         symbols = number(reading, "symbol_error") - number(first, "symbol_error")
         if symbols > SYMBOLS_PER_HOUR * max(1.0, lasted / 3600):
             text = f"port {name} has had {symbols:.0f} symbol errors in {lasted / 3600:.1f} hours"
-            found.append(conclude(reading, "fabric.symbols", "net.port_down", text, about=name, weight=50, device=name, count=int(symbols)))  # fmt: skip
+            found.append(
+                conclude(
+                    reading,
+                    "fabric.symbols",
+                    "net.port_down",
+                    text,
+                    about=name,
+                    weight=50,
+                    device=name,
+                    count=int(symbols),
+                )
+            )
         return found
 
     def _carrier(self, reading: Reading, name: str) -> list[Finding]:
@@ -103,4 +154,16 @@ class FabricRules:
         if more <= MOST_CARRIER_CHANGES:
             return []
         text = f"card {name} has lost or found its carrier {more:.0f} times"
-        return [conclude(reading, "fabric.carrier", "net.port_down", text, about=name, weight=WARNS, severity="warning", device=name, count=int(more))]  # fmt: skip
+        return [
+            conclude(
+                reading,
+                "fabric.carrier",
+                "net.port_down",
+                text,
+                about=name,
+                weight=WARNS,
+                severity="warning",
+                device=name,
+                count=int(more),
+            )
+        ]

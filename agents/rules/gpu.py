@@ -20,10 +20,14 @@ SLOWDOWN_SECONDS: Final = 60.0
 SLOWDOWN_BITS: Final = {0x8: "hw_slowdown", 0x40: "hw_thermal", 0x80: "hw_power_brake"}
 """The others (idle, power cap of the software) are everyday."""
 RECOVERY: Final[dict[int, tuple[str, Action]]] = {
-    1: ("gpu_reset", "replace_node"), 2: ("node_reboot", "replace_node"), 3: ("drain_p2p", "replace_node"),
-    4: ("drain_and_reset", "replace_node"), 5: ("recover_imex_domain", "replace_node"), 6: ("bus_reset", "replace_node"),
+    1: ("gpu_reset", "replace_node"),
+    2: ("node_reboot", "replace_node"),
+    3: ("drain_p2p", "replace_node"),
+    4: ("drain_and_reset", "replace_node"),
+    5: ("recover_imex_domain", "replace_node"),
+    6: ("bus_reset", "replace_node"),
     7: ("system_reboot", "replace_node"),
-}  # fmt: skip
+}
 HELD_BYTES: Final = 1 << 30
 TEXT_DECIDES: Final = frozenset({94, 95, *range(144, 151)})
 """Xids whose meaning stands in the kernel's line: from NVML alone they are known by their code only."""
@@ -56,8 +60,18 @@ class GpuRules:
                 found += _hang(reading)
             elif reading.kind == "gpu.unopened" and reading.values.get("code") == 15:
                 text = f"NVML cannot open GPU {reading.subject.gpu}: {reading.values['error']}"
-                found.append(conclude(reading, "nvml.lost", "gpu.lost", text, about=str(reading.subject.gpu),
-                                      weight=92, severity="critical", gpu=reading.subject.gpu))  # fmt: skip
+                found.append(
+                    conclude(
+                        reading,
+                        "nvml.lost",
+                        "gpu.lost",
+                        text,
+                        about=str(reading.subject.gpu),
+                        weight=92,
+                        severity="critical",
+                        gpu=reading.subject.gpu,
+                    )
+                )
             elif reading.kind == "gpu.device":
                 found += self._device(reading)
         return found
@@ -70,9 +84,20 @@ class GpuRules:
         weight = 10 if meaning.follower else 62 if code in APPLICATION_FIRST else 60 if code in TEXT_DECIDES else 88
         text = f"NVML reports Xid {code} on GPU {reading.subject.gpu} ({gpu}): {meaning.why or meaning.category}"
         found = conclude(
-            reading, "nvml.xid", meaning.category, text, about=f"{gpu}:{code}", weight=weight, severity=meaning.severity,
-            gpu=gpu, fault_of=meaning.fault_of, action=meaning.action, event=True, xid=code, index=reading.subject.gpu,
-        )  # fmt: skip
+            reading,
+            "nvml.xid",
+            meaning.category,
+            text,
+            about=f"{gpu}:{code}",
+            weight=weight,
+            severity=meaning.severity,
+            gpu=gpu,
+            fault_of=meaning.fault_of,
+            action=meaning.action,
+            event=True,
+            xid=code,
+            index=reading.subject.gpu,
+        )
         return msgspec.structs.replace(found, role="follower") if meaning.follower else found
 
     def _nvml(self, reading: Reading) -> list[Finding]:
@@ -85,13 +110,26 @@ class GpuRules:
             if self._missed < POLLS_TO_MISS:
                 return []
             text = f"expected {self._most} GPUs, NVML reports {count}"
-            return [conclude(reading, "nvml.count", "gpu.lost", text, weight=80, severity="critical", expected=self._most, seen=count)]  # fmt: skip
+            return [
+                conclude(
+                    reading,
+                    "nvml.count",
+                    "gpu.lost",
+                    text,
+                    weight=80,
+                    severity="critical",
+                    expected=self._most,
+                    seen=count,
+                )
+            ]
         if reading.state == "bad":
             text = f"NVML library and driver do not match: {reading.values.get('error')}"
             return [conclude(reading, "nvml.mismatch", "gpu.driver_mismatch", text, weight=85, severity="critical")]
         if self._answered and code in DRIVER_GONE:
             text = f"{DRIVER_GONE[code]}, though it answered before"
-            return [conclude(reading, "nvml.access", "gpu.access_lost", text, weight=75, severity="critical", code=code)]  # fmt: skip
+            return [
+                conclude(reading, "nvml.access", "gpu.access_lost", text, weight=75, severity="critical", code=code)
+            ]
         return []
 
     def _device(self, reading: Reading) -> list[Finding]:
@@ -100,11 +138,31 @@ class GpuRules:
         gpu = normal_gpu(_short(str(reading.values.get("pci") or ""))) or reading.subject.gpu
         name = f"GPU {reading.subject.gpu} ({gpu})"
         if status == "lost":
-            return [conclude(reading, "nvml.lost", "gpu.lost", f"NVML says that {name} is lost", about=uuid,
-                             weight=92, severity="critical", gpu=gpu)]  # fmt: skip
+            return [
+                conclude(
+                    reading,
+                    "nvml.lost",
+                    "gpu.lost",
+                    f"NVML says that {name} is lost",
+                    about=uuid,
+                    weight=92,
+                    severity="critical",
+                    gpu=gpu,
+                )
+            ]
         if status == "reset_required":
-            return [conclude(reading, "nvml.reset", "gpu.firmware", f"NVML says that {name} requires a reset", about=uuid,
-                             weight=75, severity="critical", gpu=gpu)]  # fmt: skip
+            return [
+                conclude(
+                    reading,
+                    "nvml.reset",
+                    "gpu.firmware",
+                    f"NVML says that {name} requires a reset",
+                    about=uuid,
+                    weight=75,
+                    severity="critical",
+                    gpu=gpu,
+                )
+            ]
         first = self._first.setdefault(uuid, reading)
         found = _memory_faults(reading, first, uuid, gpu, name)
         found += self._slowdown(reading, uuid, gpu, name)
@@ -113,7 +171,20 @@ class GpuRules:
         if action in RECOVERY:
             word, remedy = RECOVERY[action]
             text = f"the driver asks for {word} of {name}"
-            found.append(conclude(reading, "nvml.recovery", "gpu.firmware", text, about=uuid, weight=75, severity="critical", gpu=gpu, action=remedy, asks=word))  # fmt: skip
+            found.append(
+                conclude(
+                    reading,
+                    "nvml.recovery",
+                    "gpu.firmware",
+                    text,
+                    about=uuid,
+                    weight=75,
+                    severity="critical",
+                    gpu=gpu,
+                    action=remedy,
+                    asks=word,
+                )
+            )
         return found
 
     def _slowdown(self, reading: Reading, uuid: str, gpu: str | None, name: str) -> list[Finding]:
@@ -127,7 +198,19 @@ class GpuRules:
         if lasted < SLOWDOWN_SECONDS:
             return []
         text = f"{name} is slowed down by its hardware ({', '.join(words)}) for {lasted:.0f} s"
-        return [conclude(reading, "nvml.slowdown", "gpu.slowdown", text, about=uuid, weight=WARNS, severity="warning", gpu=gpu, reasons=" ".join(words))]  # fmt: skip
+        return [
+            conclude(
+                reading,
+                "nvml.slowdown",
+                "gpu.slowdown",
+                text,
+                about=uuid,
+                weight=WARNS,
+                severity="warning",
+                gpu=gpu,
+                reasons=" ".join(words),
+            )
+        ]
 
     def _links(self, reading: Reading, uuid: str, gpu: str | None, name: str) -> list[Finding]:
         found = []
@@ -135,11 +218,35 @@ class GpuRules:
         best = self._best_links[uuid] = max(self._best_links.get(uuid, 0.0), up)
         if "nvlink_up" in reading.values and up < best:
             text = f"{best - up:.0f} of {best:.0f} NVLinks of {name} went down"
-            found.append(conclude(reading, "nvml.nvlink", "gpu.nvlink", text, about=uuid, weight=60, gpu=gpu, up=int(up), before=int(best)))  # fmt: skip
+            found.append(
+                conclude(
+                    reading,
+                    "nvml.nvlink",
+                    "gpu.nvlink",
+                    text,
+                    about=uuid,
+                    weight=60,
+                    gpu=gpu,
+                    up=int(up),
+                    before=int(best),
+                )
+            )
         best = self._best_width[uuid] = max(self._best_width.get(uuid, 0.0), width)
         if 0 < width < best:
             text = f"the PCIe link of {name} fell from x{best:.0f} to x{width:.0f}"
-            found.append(conclude(reading, "nvml.pcie", "gpu.pcie", text, about=uuid, weight=55, gpu=gpu, width=int(width), before=int(best)))  # fmt: skip
+            found.append(
+                conclude(
+                    reading,
+                    "nvml.pcie",
+                    "gpu.pcie",
+                    text,
+                    about=uuid,
+                    weight=55,
+                    gpu=gpu,
+                    width=int(width),
+                    before=int(best),
+                )
+            )
         return found
 
     def held(self, readings: Sequence[Reading], job: frozenset[int], alive: frozenset[int]) -> list[Finding]:
@@ -160,10 +267,19 @@ class GpuRules:
             by = f"by process {min(pids)}" if pids else "by no process that is left"
             text = f"{used >> 20} MiB of GPU {reading.subject.gpu} are held {by}, none of this job's"
             found.append(
-                conclude(reading, "nvml.memory_held", "gpu.memory_held", text, about=uuid, weight=WARNS,
-                         severity="warning", gpu=normal_gpu(_short(str(reading.values.get("pci") or ""))),
-                         pid=min(pids, default=None), used_bytes=used)
-            )  # fmt: skip
+                conclude(
+                    reading,
+                    "nvml.memory_held",
+                    "gpu.memory_held",
+                    text,
+                    about=uuid,
+                    weight=WARNS,
+                    severity="warning",
+                    gpu=normal_gpu(_short(str(reading.values.get("pci") or ""))),
+                    pid=min(pids, default=None),
+                    used_bytes=used,
+                )
+            )
         return found
 
 
@@ -172,13 +288,47 @@ def _memory_faults(reading: Reading, first: Reading, uuid: str, gpu: str | None,
     more = number(reading, "ecc_uncorrected_volatile") - number(first, "ecc_uncorrected_volatile")
     if more > 0:
         text = f"{more:.0f} new uncorrected ECC errors on {name}"
-        found.append(conclude(reading, "nvml.ecc", "gpu.ecc", text, about=uuid, weight=55, severity="critical", gpu=gpu, count=int(more)))  # fmt: skip
+        found.append(
+            conclude(
+                reading,
+                "nvml.ecc",
+                "gpu.ecc",
+                text,
+                about=uuid,
+                weight=55,
+                severity="critical",
+                gpu=gpu,
+                count=int(more),
+            )
+        )
     if reading.values.get("remap_failure"):
         text = f"{name} has no spare rows left: remapping failed"
-        found.append(conclude(reading, "nvml.remap_failure", "gpu.row_remap_failure", text, about=uuid, weight=85, severity="critical", gpu=gpu))  # fmt: skip
+        found.append(
+            conclude(
+                reading,
+                "nvml.remap_failure",
+                "gpu.row_remap_failure",
+                text,
+                about=uuid,
+                weight=85,
+                severity="critical",
+                gpu=gpu,
+            )
+        )
     elif reading.values.get("remap_pending") or reading.values.get("retired_pending"):
         text = f"{name} waits for a reset to take bad memory out of use"
-        found.append(conclude(reading, "nvml.remap_pending", "gpu.row_remap_pending", text, about=uuid, weight=30, severity="warning", gpu=gpu))  # fmt: skip
+        found.append(
+            conclude(
+                reading,
+                "nvml.remap_pending",
+                "gpu.row_remap_pending",
+                text,
+                about=uuid,
+                weight=30,
+                severity="warning",
+                gpu=gpu,
+            )
+        )
     return found
 
 
@@ -189,9 +339,17 @@ def _hang(reading: Reading) -> list[Finding]:
     )
     blamed = often >= HANGS_TO_BLAME
     return [
-        conclude(reading, "nvml.hang", "gpu.firmware", text, about="again" if blamed else "",
-                 weight=70 if blamed else WARNS, severity="critical" if blamed else "warning", call=reading.values["call"])
-    ]  # fmt: skip
+        conclude(
+            reading,
+            "nvml.hang",
+            "gpu.firmware",
+            text,
+            about="again" if blamed else "",
+            weight=70 if blamed else WARNS,
+            severity="critical" if blamed else "warning",
+            call=reading.values["call"],
+        )
+    ]
 
 
 def _short(pci: str) -> str:

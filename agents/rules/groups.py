@@ -22,10 +22,21 @@ COLLECTIVE_FILES: Final = (
 )
 COLLECTIVE_CALLS: Final = frozenset(
     {
-        "all_reduce", "allreduce", "all_gather", "allgather", "all_gather_into_tensor", "reduce_scatter", "all_to_all", "broadcast",
-        "barrier", "monitored_barrier", "reduce_scatter_tensor", "broadcast_object_list", "all_gather_object",
+        "all_reduce",
+        "allreduce",
+        "all_gather",
+        "allgather",
+        "all_gather_into_tensor",
+        "reduce_scatter",
+        "all_to_all",
+        "broadcast",
+        "barrier",
+        "monitored_barrier",
+        "reduce_scatter_tensor",
+        "broadcast_object_list",
+        "all_gather_object",
     }
-)  # fmt: skip
+)
 INNER_FRAMES: Final = 8
 """A collective is among the innermost frames; further out, `torch/distributed` may only have started the program."""
 LAUNCHERS: Final = ("torch/distributed/run.py", "torch/distributed/launcher/", "torch/distributed/elastic/")

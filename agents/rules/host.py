@@ -24,7 +24,18 @@ def room_findings(readings: Sequence[Reading]) -> list[Finding]:
         folder = str(reading.values["folder"])
         if reading.state == "bad":
             text = f"the file server of {folder} ({reading.values.get('server')}) does not answer for {number(reading, 'seconds'):.0f} s"
-            findings.append(conclude(reading, "host.silent_mount", "node.shared_fs", text, about=folder, weight=60, severity="warning", folder=folder))  # fmt: skip
+            findings.append(
+                conclude(
+                    reading,
+                    "host.silent_mount",
+                    "node.shared_fs",
+                    text,
+                    about=folder,
+                    weight=60,
+                    severity="warning",
+                    folder=folder,
+                )
+            )
         if reading.state != "ok":
             continue
         free, total = int(number(reading, "free_bytes")), int(number(reading, "total_bytes"))
@@ -61,7 +72,18 @@ class MountRules:
                 self._writable.add(name)
             elif name in self._writable:
                 text = f"{name} was writable and is read-only now"
-                found.append(conclude(reading, "host.read_only", "node.disk_fault", text, about=name, weight=75, severity="critical", device=name))  # fmt: skip
+                found.append(
+                    conclude(
+                        reading,
+                        "host.read_only",
+                        "node.disk_fault",
+                        text,
+                        about=name,
+                        weight=75,
+                        severity="critical",
+                        device=name,
+                    )
+                )
         return found
 
 
@@ -77,5 +99,16 @@ def clock_findings(readings: Sequence[Reading]) -> list[Finding]:
             continue
         acts = apart > SKEW_ACTS_SECONDS
         text = f"this node's clock is {offset:+.1f} s from the master's"
-        found.append(conclude(reading, "host.clock", "node.clock_skew", text, about="acts" if acts else "", weight=75 if acts else WARNS, severity="critical" if acts else "warning", offset_seconds=f"{offset:.1f}"))  # fmt: skip
+        found.append(
+            conclude(
+                reading,
+                "host.clock",
+                "node.clock_skew",
+                text,
+                about="acts" if acts else "",
+                weight=75 if acts else WARNS,
+                severity="critical" if acts else "warning",
+                offset_seconds=f"{offset:.1f}",
+            )
+        )
     return found

@@ -58,23 +58,40 @@ class KernelRules:
 class Collapse:
     """The same trouble told again within a minute is the same event, whichever sensor tells it; 800,000 lines may be 29 events."""
 
-    def __init__(self) -> None:
+    def __init__(self, decided_by_text: frozenset[int]) -> None:
+        """`decided_by_text`: Xids of which the code alone does not say what they mean."""
         self.collapsed = 0
+        self._decided_by_text = decided_by_text
         self._told: dict[tuple[str, ...], float] = {}
 
-    def fresh(self, findings: Iterable[Finding], now: float, *, decided_by_text: frozenset[int]) -> list[Finding]:
-        """Those that are news. A kernel line about an Xid whose words decide is news even after NVML told its code."""
+    def fresh(self, findings: Iterable[Finding], now: float) -> list[Finding]:
+        """Those that are news."""
         news = []
         for one in findings:
-            xid = one.details.get("xid", "")
-            source = one.sign if not xid else "line" if xid.isdigit() and int(xid) in decided_by_text and one.sign != "nvml.xid" else "xid"  # fmt: skip
-            key = (source, xid, str(one.subject.gpu), str(one.subject.pid if source not in ("xid", "line") else ""), one.details.get("device", ""), one.details.get("group", ""))  # fmt: skip
-            last = self._told.get(key)
-            self._told[key] = now
+            key = self._key(one)
+            last = self._told.pop(key, None)
+            self._told[key] = now  # the newest last
             if last is None or now - last > COLLAPSE_SECONDS:
                 news.append(one)
             else:
                 self.collapsed += 1
-        while len(self._told) > MOST_KEYS:
-            del self._told[min(self._told, key=lambda one: self._told[one])]
+        for key in list(self._told)[: max(0, len(self._told) - MOST_KEYS)]:
+            del self._told[key]
         return news
+
+    def _key(self, finding: Finding) -> tuple[str, ...]:
+        """What makes two findings one event. Of an Xid it is code and GPU, whoever names a process with it; where the kernel's words
+        decide, its line is news even after NVML has told the code.
+        """
+        xid = finding.details.get("xid", "")
+        if xid.isdigit():
+            says_more = int(xid) in self._decided_by_text and finding.sign != "nvml.xid"
+            return ("xid-line" if says_more else "xid", xid, str(finding.subject.gpu))
+        details = finding.details
+        return (
+            finding.sign,
+            str(finding.subject.gpu),
+            str(finding.subject.pid),
+            details.get("device", ""),
+            details.get("group", ""),
+        )

@@ -34,9 +34,20 @@ class ProcessRules:
             if more > 0:
                 text = f"the kernel killed {more:.0f} process(es) of control group {group} at its memory limit"
                 found.append(
-                    conclude(reading, "cgroup.oom_kill", "node.oom_cgroup", text, about=group, weight=78, severity="critical",
-                             event=True, group=group, members=reading.values.get("members", ""), count=int(more))
-                )  # fmt: skip
+                    conclude(
+                        reading,
+                        "cgroup.oom_kill",
+                        "node.oom_cgroup",
+                        text,
+                        about=group,
+                        weight=78,
+                        severity="critical",
+                        event=True,
+                        group=group,
+                        members=reading.values.get("members", ""),
+                        count=int(more),
+                    )
+                )
         return found
 
     def judge(self, readings: Sequence[Reading]) -> list[Finding]:
@@ -68,9 +79,18 @@ class ProcessRules:
         left = max(0.0, limit - used) / pace
         text = f"control group {group} reaches its memory limit in {left:.0f} s at its present pace"
         return [
-            conclude(reading, "cgroup.growth", "node.oom_cgroup", text, about=group, weight=WARNS, severity="warning",
-                     group=group, bytes_per_second=int(pace))
-        ]  # fmt: skip
+            conclude(
+                reading,
+                "cgroup.growth",
+                "node.oom_cgroup",
+                text,
+                about=group,
+                weight=WARNS,
+                severity="warning",
+                group=group,
+                bytes_per_second=int(pace),
+            )
+        ]
 
     def _blocked(self, reading: Reading) -> list[Finding]:
         member = str(reading.values["member"])
@@ -82,9 +102,18 @@ class ProcessRules:
             return []
         text = f"{member} is blocked in the kernel (state D) for {lasted:.0f} s"
         return [
-            conclude(reading, "process.blocked", "hang.unknown", text, about=member, weight=19, severity="warning",
-                     pid=reading.subject.pid, member=member)
-        ]  # fmt: skip
+            conclude(
+                reading,
+                "process.blocked",
+                "hang.unknown",
+                text,
+                about=member,
+                weight=19,
+                severity="warning",
+                pid=reading.subject.pid,
+                member=member,
+            )
+        ]
 
 
 def _near(reading: Reading, name: str, limit_name: str, about: str, what: str) -> list[Finding]:
@@ -93,4 +122,16 @@ def _near(reading: Reading, name: str, limit_name: str, about: str, what: str) -
         return []
     text = f"{about} has {have:.0f} of {limit:.0f} {what}"
     weight = 60 if have >= limit else WARNS
-    return [conclude(reading, f"limit.{name}", "node.limits", text, about=about, weight=weight, severity="warning", have=int(have), limit=int(limit))]  # fmt: skip
+    return [
+        conclude(
+            reading,
+            f"limit.{name}",
+            "node.limits",
+            text,
+            about=about,
+            weight=weight,
+            severity="warning",
+            have=int(have),
+            limit=int(limit),
+        )
+    ]

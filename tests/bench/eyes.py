@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import signal
 import statistics
 import subprocess
@@ -34,6 +35,8 @@ PROCESSES = 200
 LOG_BYTES_PER_SECOND = 1 << 20
 JOB = Path(__file__).parent.parent / "fakes" / "gloo_job.py"
 PATIENCE_SECONDS = 20.0
+chance = random.Random(1)
+"""Faults must not fall into step with the agent's own ticks."""
 
 
 def summary(name: str, seconds: list[float]) -> dict[str, float]:
@@ -71,7 +74,7 @@ async def measure_xids(master: Master, driver: fake_nvml.FakeNvml, samples: int)
 
         await until(told, PATIENCE_SECONDS)
         took.append(time.monotonic() - at)
-        await asyncio.sleep(0.037)  # not in step with the helper's waits
+        await asyncio.sleep(chance.uniform(0.0, 0.3))
     return took
 
 
@@ -93,7 +96,7 @@ async def measure_signs(master: Master, run: Run, samples: int) -> list[float]:
     log = run.member("rollout-1") / "output.log"
     took = []
     for name, line in plain_signs(min(samples, 49)):
-        await asyncio.sleep(0.037)
+        await asyncio.sleep(chance.uniform(0.0, 0.5))
         at = time.monotonic()
         with log.open("a") as file:
             file.write(line + "\n")

@@ -144,21 +144,18 @@ def finding(sign, xid="", gpu="0000:05:00", pid=None):
 
 def test_a_flood_is_one_event_and_its_return_is_another():
     """800,000 lines of one Xid within a minute of each other are told once; after a quiet minute it is news."""
-    collapse = Collapse()
-    told = [
-        len(collapse.fresh([finding("nvidia.xid", "95")], at / 100, decided_by_text=TEXT_DECIDES))
-        for at in range(20_000)
-    ]
+    collapse = Collapse(TEXT_DECIDES)
+    told = [len(collapse.fresh([finding("nvidia.xid", "95")], at / 100)) for at in range(20_000)]
     assert (sum(told), collapse.collapsed) == (1, 19_999)
-    assert len(collapse.fresh([finding("nvidia.xid", "95")], 270.0, decided_by_text=TEXT_DECIDES)) == 1
+    assert len(collapse.fresh([finding("nvidia.xid", "95")], 270.0)) == 1
 
 
 def test_two_sensors_tell_one_event():
     """NVML's Xid and the kernel's line of it are one, unless the words of the line decide what it means; GPUs are apart."""
-    collapse = Collapse()
+    collapse = Collapse(TEXT_DECIDES)
 
     def fresh(*findings):
-        return [one.sign for one in collapse.fresh(findings, 1.0, decided_by_text=TEXT_DECIDES)]
+        return [one.sign for one in collapse.fresh(findings, 1.0)]
 
     assert fresh(finding("nvml.xid", "79"), finding("nvidia.xid", "79", pid=7)) == ["nvml.xid"]
     assert fresh(finding("nvml.xid", "94"), finding("nvidia.xid", "94")) == ["nvml.xid", "nvidia.xid"]
