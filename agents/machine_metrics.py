@@ -200,6 +200,35 @@ def host(readings: Sequence[Reading]) -> Iterator[Metric]:
     yield gauge("aimaster_node_disk_read_only", "1 for a disk that cannot be written.", ("device",), read_only.items())
 
 
+def limits(readings: Sequence[Reading]) -> Iterator[Metric]:
+    """How near the members are to what they may have: the fullest group or member counts."""
+    for kind, have, limit, name, text in (
+        (
+            "cgroup.memory",
+            "used_bytes",
+            "limit_bytes",
+            "aimaster_node_memory_limit_used_ratio",
+            "Memory against the limit.",
+        ),
+        ("cgroup.pids", "pids", "limit", "aimaster_node_pids_used_ratio", "Processes against the limit."),
+        ("process.usage", "files", "files_limit", "aimaster_node_files_used_ratio", "Open files against the limit."),
+        (
+            "cgroup.memory",
+            "pressure_ratio",
+            "",
+            "aimaster_node_memory_stall_ratio",
+            "Share of 10 s in which memory was waited for.",
+        ),
+    ):
+        ratios = [
+            number(one, have) / (number(one, limit, 1.0) or 1.0)
+            for one in readings
+            if one.kind == kind and have in one.values and (not limit or limit in one.values)
+        ]
+        if ratios:
+            yield gauge(name, text, (), [((), max(ratios))])
+
+
 def sensors(
     readings: Sequence[Reading], active: Iterable[str], unsupported: Iterable[str], seconds: Mapping[str, float]
 ) -> Iterator[Metric]:

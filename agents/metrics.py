@@ -69,6 +69,7 @@ class _Collector:
         yield from machine_metrics.gpus(state.readings, state.xids)
         yield from machine_metrics.ports(state.readings)
         yield from machine_metrics.host(state.readings)
+        yield from machine_metrics.limits(state.readings)
         yield from machine_metrics.sensors(state.readings, state.active, state.unsupported, state.sensor_seconds)
         yield _counter("aimaster_node_findings", "Findings told.", ("category", "severity"), state.found.items())
         yield _counter("aimaster_node_log_events", "Signs in logs.", ("category", "role"), state.log_events.items())

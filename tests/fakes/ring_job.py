@@ -2,6 +2,7 @@
 
 At step 40 rank 2 does what MODE says: sleep, spin, file (blocks on a pipe), die; or all ranks do: evaluate (a long first evaluation that says
 nothing), announced (the same, said in the log), uneven (rank 0 alone computes on, the others wait for it).
+With RING_REPORT every rank reports its steps itself.
 """
 
 import os
@@ -88,11 +89,17 @@ def trouble():
         {"sleep": sleep_long, "spin": spin, "file": read_file, "die": lambda: os.kill(os.getpid(), 9)}[MODE]()
 
 
+report = None
+if "RING_REPORT" in os.environ:
+    from aimaster.client import report_progress as report
+
 peers = connect()
 for step in range(100_000):
     if step == 40:
         trouble()
     all_reduce(peers)
+    if report is not None:
+        report(step)
     time.sleep(0.02)
     if RANK == 0:
         print(f"step {step} loss 1.0", flush=True)

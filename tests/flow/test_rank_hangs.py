@@ -75,6 +75,19 @@ for one in ranks:
 """
 
 
+async def test_ranks_that_report_themselves_are_judged_together(run):
+    """Every rank's own lease is broken and every one stands still: only the one that is elsewhere is condemned, by dumps from inside."""
+    run.agent()
+    async with Master(run) as master:
+        await start(master, "sleep", RING_REPORT="1")
+        (suspected,) = await until(lambda: condemned(master)[:1], 40)
+        assert suspected.member == "rank-2"
+        assert any("Current thread" in line or "Thread 0x" in line for line in suspected.stacks)
+        others = [one for one in master.events(HangSuspected) if one.member != "rank-2"]
+        assert all("same-frame-twice" not in one.evidence for one in others)
+        assert (run.member("rank-2") / "stacks.txt").stat().st_size > 0
+
+
 async def test_ranks_below_a_launcher_are_found(run):
     """One member that starts all ranks itself, as torchrun does: the finding names rank and process among its children."""
     run.agent()
