@@ -50,6 +50,7 @@ HONOURED = frozenset(
         f"{GRPO}.filter_reward_metric",
         f"{GRPO}.loss_type",
         f"{GRPO}.lower_bound_ratio",
+        f"{GRPO}.min_filter_prefix_tokens",
         f"{GRPO}.mini_batch",
         f"{GRPO}.on_policy",
         f"{GRPO}.overlong_reward.buffer_length",

@@ -133,6 +133,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """Of the weights that made each token, run-length free; one per token."""
     reward: float
     advantage: float
+    untrained: int = 0
+    """So many of its first tokens are not trained."""
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,7 +193,7 @@ class Compute(msgspec.Struct, frozen=True, kw_only=True, tag="compute"):
     batch_digest: str
     shares: tuple[Share, ...]
     loss_tokens: int
-    """The loss normaliser: completion tokens of the whole dealt batch."""
+    """The loss normaliser: trained completion tokens of the whole dealt batch."""
     sequences: int
     """Sequences of the whole dealt batch."""
     learning_rate: float

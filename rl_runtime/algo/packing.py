@@ -39,7 +39,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     targets: Tensor
     """The completions' tokens."""
     mask: Tensor
-    """1.0 where there is a token."""
+    """1.0 where there is a token to train."""
     behaviour: Tensor
     """The engine's log-probs."""
     advantages: Tensor
@@ -48,7 +48,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 def micro_batches(samples: Sequence[Sample], *, rows: int, packed: bool = False) -> Iterator[MicroBatch]:
     """Yield the samples that carry a gradient, `rows` at a time, longest first: what fits once fits always."""
-    taught = [sample for sample in samples if sample.advantage != 0.0 and sample.tokens]
+    taught = [sample for sample in samples if sample.advantage != 0.0 and len(sample.tokens) > sample.untrained]
     if packed:
         for pile in _piles(taught, rows):
             yield pack(pile)
@@ -110,7 +110,7 @@ def _batch(
         count = len(sample.tokens)
         sources[row, :count] = torch.tensor([first, *range(begin, begin + count - 1)])
         targets[row, :count] = torch.tensor(sample.tokens)
-        mask[row, :count] = 1.0
+        mask[row, sample.untrained : count] = 1.0
         behaviour[row, :count] = torch.tensor(sample.logprobs)
     return MicroBatch(
         ids=ids,

@@ -16,6 +16,7 @@ import xxhash
 from aimaster.wire.checkpoint import Version
 from aimaster.wire.training import Sample, Share
 from rl_runtime.algo.advantage import group_advantages, has_spread, overlong_penalty
+from rl_runtime.algo.prefixes import untrained_prefixes
 from rl_runtime.controller.account import Account
 from rl_runtime.controller.settings import ControllerSettings
 from rl_runtime.controller.shares import cut
@@ -71,6 +72,7 @@ def make_batch(account: Account, settings: ControllerSettings, prompts: tuple[in
     samples = tuple(
         _sample(one, advantage) for one, advantage in zip(admitted, _advantages(admitted, settings, step), strict=True)
     )
+    samples = _without_contradictions(samples, settings)
     tokens = [one.prompt_length + one.tokens for one in admitted]
     shares = due.shares if due is not None else cut(tokens, per_share=settings.mini_batch, at_least=settings.n_init)
     dealt = Dealt(
@@ -82,13 +84,13 @@ def make_batch(account: Account, settings: ControllerSettings, prompts: tuple[in
         share_tokens=tuple(sum(tokens[position] for position in share) for share in shares),
         at=now,
     )
-    loss_tokens = sum(one.tokens for one in admitted)
+    loss_tokens = sum(len(sample.tokens) - sample.untrained for sample in samples)
     return Batch(
         dealt=dealt,
         samples=samples,
         loss_tokens=loss_tokens,
         reward_mean=sum(one.reward for one in admitted) / len(admitted),
-        staleness_mean=step - 1 - sum(_steps_of(sample) for sample in samples) / max(1, loss_tokens),
+        staleness_mean=step - 1 - sum(map(_steps_of, samples)) / max(1, sum(one.tokens for one in admitted)),
     )
 
 
@@ -120,6 +122,20 @@ def _advantages(admitted: Sequence[Admitted], settings: ControllerSettings, step
             lowest=settings.advantage_low,
             highest=settings.advantage_high,
         )
+
+
+def _without_contradictions(samples: tuple[Sample, ...], settings: ControllerSettings) -> tuple[Sample, ...]:
+    """Mark the beginnings that are not to be trained, group by group."""
+    if settings.min_prefix_tokens is None:
+        return samples
+    marked: list[Sample] = []
+    for start in range(0, len(samples), settings.n_generation):
+        group = samples[start : start + settings.n_generation]
+        lengths = untrained_prefixes(
+            [one.tokens for one in group], [one.advantage for one in group], at_least=settings.min_prefix_tokens
+        )
+        marked += [msgspec.structs.replace(one, untrained=length) for one, length in zip(group, lengths, strict=True)]
+    return tuple(marked)
 
 
 def _length_penalty(tokens: int, settings: ControllerSettings) -> float:

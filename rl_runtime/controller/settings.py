@@ -31,6 +31,8 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     unbiased_advantage: bool = False
     advantage_low: float = -5.0
     advantage_high: float = 5.0
+    min_prefix_tokens: int | None = None
+    """Beginnings at least so long that completions of different advantage share are not trained; None: all is trained."""
     filter_groups: bool = False
     """Groups without spread are not dealt."""
     filter_metrics: tuple[str, ...] = ()
@@ -78,7 +80,7 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
         """What else decides how samples become a batch: a ledger's batches can only be dealt again under the same rules."""
         return (
             f"mini_batch={self.mini_batch} n_init={self.n_init} unbiased={self.unbiased_advantage} low={self.advantage_low:g} "
-            f"high={self.advantage_high:g} shuffle_rewards={self.shuffle_rewards} overlong={self.overlong_buffer},"
+            f"high={self.advantage_high:g} prefix={self.min_prefix_tokens} shuffle_rewards={self.shuffle_rewards} overlong={self.overlong_buffer},"
             f"{self.overlong_factor:g},{self.max_response_length if self.overlong_buffer else 0}"
         )
 
@@ -121,6 +123,7 @@ def controller_settings(job: JobSettings, rows: int) -> ControllerSettings:
         unbiased_advantage=policy.unbiased_advantage,
         advantage_low=policy.advantage_low,
         advantage_high=policy.advantage_high,
+        min_prefix_tokens=policy.min_filter_prefix_tokens,
         filter_groups=policy.variant == "dapo",
         filter_metrics=policy.filter_reward_metric,
         shuffle_rewards=job.aimaster.shuffle_rewards,

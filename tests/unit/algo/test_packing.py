@@ -8,7 +8,7 @@ from aimaster.wire.training import Sample
 from rl_runtime.algo.packing import LONGEST_PACK, micro_batches, pack, pad
 
 
-def sample(prompt, tokens, advantage=1.0, number=0):
+def sample(prompt, tokens, advantage=1.0, number=0, untrained=0):
     return Sample(
         prompt_id=number,
         index=0,
@@ -18,6 +18,7 @@ def sample(prompt, tokens, advantage=1.0, number=0):
         versions=(Version(0, 0),) * tokens,
         reward=0.0,
         advantage=advantage,
+        untrained=untrained,
     )
 
 
@@ -81,3 +82,12 @@ def test_packed_rows_stay_short():
     batches = list(micro_batches(samples, rows=5, packed=True))
     assert [len(batch.advantages) for batch in batches] == [1] * 5
     assert all(batch.ids.shape[1] <= LONGEST_PACK for batch in batches)
+
+
+def test_untrained_beginnings_are_masked():
+    """Such tokens are context of those that follow; a completion of nothing else is left out."""
+    samples = [sample(2, 3, untrained=2), sample(2, 3, untrained=3)]
+    for packed in (True, False):
+        (batch,) = micro_batches(samples, rows=4, packed=packed)
+        assert batch.ids.tolist() == [[1, 2, 100, 101, 102]]
+        assert batch.mask.tolist() == [[0, 0, 1]]

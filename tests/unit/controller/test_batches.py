@@ -145,6 +145,17 @@ def test_advantages_are_the_groups_own():
     assert low.samples[0].advantage == -0.2
 
 
+def test_beginnings_that_contradict_each_other_are_not_trained_nor_counted():
+    """Both completions of the first group begin with token 0 and earned differently; the second group's earned alike."""
+    account = account_with([0.0, 1.0, 1.0, 1.0])
+    batch = make_batch(account, small_settings(min_prefix_tokens=1), (0, 1), now=0.0)
+    assert [sample.untrained for sample in batch.samples] == [1, 1, 0, 0]
+    assert batch.loss_tokens == 10
+    longer = make_batch(account, small_settings(min_prefix_tokens=2), (0, 1), now=0.0)
+    assert [sample.untrained for sample in longer.samples] == [0, 0, 0, 0]
+    assert make_batch(account, small_settings(), (0, 1), now=0.0).loss_tokens == 12
+
+
 def test_the_control_deals_the_same_rewards_to_other_samples():
     """shuffle_rewards permutes them over the whole batch, the same way at each replay, another way at each step."""
     rewards = [float(number) for number in range(8)]
