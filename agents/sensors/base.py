@@ -1,4 +1,8 @@
-"""The one shape of all sensors, so that the daemon, `--once` and the tests drive the same code."""
+"""The one shape of all sensors, so that the daemon, `--once` and the tests drive the same code.
+
+One that learns of events by itself (a kernel device, a helper's pipe) also has `fileno()`: it is read when that is readable, -1 means
+not now. What a reading carries as text is handed on once; everything else is the newest picture until the next reading.
+"""
 
 from typing import Protocol
 

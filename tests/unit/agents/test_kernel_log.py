@@ -112,6 +112,32 @@ def test_a_file_is_followed_from_its_end(tmp_path):
     assert (source.values["source"], source.values["lines"]) == ("file", 3)
 
 
+JOURNAL = """#!/bin/sh
+case "$*" in
+  *--follow*) echo "2026-11-29T20:00:00+0000 kernel: one"; echo "2026-11-29T20:00:01+0000 kernel: two"; sleep 600 ;;
+  *) echo "2026-11-29T19:00:00+0000 kernel: boot" ;;
+esac
+"""
+
+
+def test_the_journal_is_followed_where_the_device_is_hidden(tmp_path, monkeypatch):
+    """journalctl's new kernel lines; its end is a source that is gone, not an error."""
+    program = tmp_path / "journalctl"
+    program.write_text(JOURNAL)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    sensor = KernelSensor("n", source="journal")
+    assert sensor.supported() == ""
+    seen, deadline = "", time.monotonic() + 10
+    while "two\n" not in seen:
+        assert time.monotonic() < deadline
+        seen += lines_of(sensor)
+    assert seen.startswith("2026-11-29T20:00:00+0000 kernel: one\n")
+    assert sensor.read(time.time())[0].values["source"] == "journal"
+    sensor.close()
+    assert sensor.read(time.time())[0].values["source"] == "none"
+
+
 def test_where_nothing_can_be_read_it_says_why(tmp_path):
     """A missing file and a sensor switched off are answers."""
     assert "No such file" in KernelSensor("n", source=str(tmp_path / "none")).supported()
