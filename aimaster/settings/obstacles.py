@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from aimaster.settings.datafiles import LINES, data_files, inner_folder, split_of
 from aimaster.settings.effects import GRPO, REFUSED
 from aimaster.settings.errors import Problem
 from aimaster.settings.job import JobSettings
@@ -19,8 +20,6 @@ from aimaster.settings.toml_text import toml_value
 from aimaster.settings.train_policy import GrpoSettings
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
-LINES = (".jsonl", ".json", ".ndjson")
-PARQUET = ".parquet"
 TASK = re.compile(r"(sort|add|copy)[1-9][0-9]?|one_?step")
 REWARDS = ("exact", "gsm8k", "gsm8k_lenient", "format", "single_choice", "math_verify", "direct_math", "boxed_math")
 """Reward functions that the runtime has; further ones are `module:function` or entry points of REWARD_GROUP."""
@@ -107,9 +106,17 @@ def _dataset(job: JobSettings) -> Iterator[tuple[str, str]]:
     if path is None:
         yield name, f"{given} is not here: name a folder or file of JSONL or Parquet rows"
         return
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in {*LINES, PARQUET})
+    files = [path]
+    if path.is_dir():
+        subset, splits = policy.dataset.subset or "", policy.dataset.split
+        found, inner = data_files(path, subset), inner_folder(path, subset)
+        files = [file for file in found if not splits or split_of(file, inner) in splits]
+        if not found:
+            yield name, f"{given} holds neither JSONL nor Parquet files"
+        elif not files:
+            have = ", ".join(sorted({split_of(file, inner) for file in found}))
+            yield f"{GRPO}.dataset.split", f"{inner} holds no {' or '.join(splits)}; it holds {have}"
     if not files:
-        yield name, f"{given} holds neither JSONL nor Parquet files"
         return
     for key, column in (
         ("prompt_column_name", policy.prompt_column_name),

@@ -115,6 +115,8 @@ class AimasterSettings(Table, frozen=True, kw_only=True):
     """Rollout engine: a batched decoder for tiny models, transformers, or vLLM."""
     task: str = ""
     """Built-in task instead of a data set: sort6, add2, copy6, one_step; empty: train.train_policy.dataset."""
+    prompt_template: str = ""
+    """Text round each prompt of a data set, in which {prompt} stands for it: worked examples, a chat's marks; empty: the prompt alone."""
     stop_texts: tuple[str, ...] = ()
     """Texts that end an answer, as the model's end token does; they are part of it."""
     heldout_prompts: Positive = 256

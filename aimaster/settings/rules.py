@@ -301,6 +301,14 @@ def fresh_model(case: Case) -> Iterator[Outcome]:
         yield Wrong(key, f"is more than aimaster.model.max_position_embeddings = {longest}")
 
 
+def template(case: Case) -> Iterator[Outcome]:
+    text = case.job.aimaster.prompt_template
+    if text and "{prompt}" not in text:
+        yield Wrong("aimaster.prompt_template", "must hold {prompt}, which stands for each prompt of the data set")
+    elif text and case.job.aimaster.task:
+        yield Note("aimaster.prompt_template", "no effect on a built-in task, which words its prompts itself")
+
+
 def placement(case: Case) -> Iterator[Outcome]:
     job, own = case.job, case.job.aimaster
     nodes = {f"node-{index}" for index in range(own.nodes)}
@@ -354,7 +362,7 @@ def without_effect(case: Case) -> Iterator[Outcome]:
 # Changes first, in an order in which each sees what it follows from.
 RULES: tuple[Rule, ...] = (
     one_rank_on_cpu, fresh_model, dtypes, seeds, correction, distillation, staleness, throttle, one_temperature, checkpoints,
-    compile_for_async_tp, lora, patterns, batches, rewards, uncentralized, balancing, placement,
+    compile_for_async_tp, lora, patterns, batches, rewards, uncentralized, balancing, template, placement,
     dapo, answer_room, unused_port, no_effect_on_cpu, without_effect,
 )  # fmt: skip
 

@@ -10,10 +10,8 @@ from typing import Any
 
 import orjson
 
+from aimaster.settings.datafiles import LINES, PARQUET, data_files, inner_folder, split_of
 from rl_runtime.data.errors import DataError
-
-LINES = (".jsonl", ".json", ".ndjson")
-PARQUET = ".parquet"
 
 
 def find_files(name: str, splits: Sequence[str], subset: str) -> list[Path]:
@@ -29,13 +27,12 @@ def find_files(name: str, splits: Sequence[str], subset: str) -> list[Path]:
         raise DataError(
             f"train.train_policy.dataset.name: there is no folder or file {root}; give a local folder, nothing is fetched from a hub"
         )
-    inner = root / subset if subset and (root / subset).is_dir() else root
-    found = sorted(path for path in inner.rglob("*") if path.suffix in (*LINES, PARQUET) and path.is_file())
+    inner, found = inner_folder(root, subset), data_files(root, subset)
     if not found:
         raise DataError(f"train.train_policy.dataset.name: {inner} holds no JSONL or Parquet file")
-    chosen = [path for path in found if _split_of(path, inner) in splits] if splits else found
+    chosen = [path for path in found if split_of(path, inner) in splits] if splits else found
     if not chosen:
-        have = ", ".join(sorted({_split_of(path, inner) for path in found}))
+        have = ", ".join(sorted({split_of(path, inner) for path in found}))
         raise DataError(f"train.train_policy.dataset.split: {inner} holds no {' or '.join(splits)}; it holds {have}")
     return chosen
 
@@ -46,12 +43,6 @@ def read_rows(files: Iterable[Path], *, prompt_column: str, answer_column: str) 
     if not rows:
         raise DataError("train.train_policy.dataset.name: the files hold no rows")
     return rows
-
-
-def _split_of(path: Path, root: Path) -> str:
-    """Return the split a file belongs to: the first word of its name, or the folder it lies in (`train/0000.parquet`)."""
-    word = path.stem.split("-")[0].split(".")[0]
-    return path.parent.name if word.isdecimal() and path.parent != root else word
 
 
 def _read_file(path: Path, prompt_column: str, answer_column: str) -> Iterator[dict[str, str]]:

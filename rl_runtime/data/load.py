@@ -12,6 +12,9 @@ from rl_runtime.data.tasks import TASK_ROWS, task_maker, task_row
 
 Row = dict[str, str]
 
+PROMPT_PLACE = "{prompt}"
+"""In aimaster.prompt_template."""
+
 
 class Rows(Sequence[Row]):
     """So many rows, each found by its position; made or read when asked for."""
@@ -91,8 +94,11 @@ def _files(job: JobSettings) -> list[Path]:
 
 
 def _read(job: JobSettings, files: list[Path]) -> list[Row]:
-    policy = _grpo(job)
-    return read_rows(files, prompt_column=policy.prompt_column_name, answer_column=policy.response_column_name)
+    policy, template = _grpo(job), job.aimaster.prompt_template
+    rows = read_rows(files, prompt_column=policy.prompt_column_name, answer_column=policy.response_column_name)
+    if not template:
+        return rows
+    return [row | {"prompt": template.replace(PROMPT_PLACE, row["prompt"])} for row in rows]
 
 
 def _kept_back(job: JobSettings) -> Callable[[int, Row], bool] | None:

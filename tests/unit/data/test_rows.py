@@ -109,6 +109,14 @@ def test_parquet_as_hubs_lay_it_out(tmp_path):
     assert rows[:] == [{"prompt": "q0", "answer": "a0"}, {"prompt": "q1", "answer": "a1"}]
 
 
+def test_a_template_stands_round_each_prompt(tmp_path):
+    """Braces in a prompt, or in the template, mean nothing else."""
+    write_lines(tmp_path / "train.jsonl", [("{a} + {b}?", "#### 2"), ("{prompt}", "#### 4")])
+    rows = load_rows(folder_job(tmp_path, "--aimaster.prompt_template", "{1} Question: {prompt}\nAnswer:"))
+    assert [row["prompt"] for row in rows] == ["{1} Question: {a} + {b}?\nAnswer:", "{1} Question: {prompt}\nAnswer:"]
+    assert [row["answer"] for row in rows] == ["#### 2", "#### 4"]
+
+
 def test_a_share_can_be_kept_back(tmp_path):
     """dataset.test_size: a number of rows, or a share chosen by hash; no row is on both sides."""
     write_lines(tmp_path / "train.jsonl", [(f"q{number}", "a") for number in range(200)])

@@ -67,6 +67,16 @@ def test_rows_need_the_named_columns(tmp_path: Path) -> None:
     assert "which has answer, question" in found[f"{GRPO}.response_column_name"]
 
 
+def test_a_split_needs_a_file(tmp_path: Path) -> None:
+    """A split that no file of the data set is named after is told, with those that there are."""
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "test"):
+        (tmp_path / f"{name}.jsonl").write_text('{"question": "1+1", "answer": "2"}\n', encoding="utf-8")
+    flags = ("--train.train_policy.prompt_column_name", "question", f"--{GRPO}.dataset.name", str(tmp_path))
+    assert f"{GRPO}.dataset.split" not in texts(*flags, f"--{GRPO}.dataset.split", "train")
+    said = texts(*flags, f"--{GRPO}.dataset.split", "validation")[f"{GRPO}.dataset.split"]
+    assert said.endswith("holds no validation; it holds test, train")
+
+
 def test_a_task_needs_no_data_set() -> None:
     """A built-in task stands for a data set; without either, both are named."""
     assert f"{GRPO}.dataset.name" not in texts("--aimaster.task", "sort6")

@@ -83,6 +83,11 @@ CONTRADICTIONS: list[tuple[dict[str, str], str, dict[str, str]]] = [
     ),
     ({"aimaster.placement.node-1": '["policy-0"]'}, "aimaster.placement", {"aimaster.nodes": "2"}),
     ({"aimaster.placement.node-0": '["policy-1"]'}, "aimaster.placement", {"policy.parallelism.n_init_replicas": "2"}),
+    (
+        {"aimaster.prompt_template": "Question:"},
+        "aimaster.prompt_template",
+        {"aimaster.prompt_template": "Q: {prompt}"},
+    ),
     ({"aimaster.env.node-1.A": "b"}, "aimaster.env", {"aimaster.nodes": "2"}),
 ]
 
