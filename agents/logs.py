@@ -13,7 +13,7 @@ import structlog
 
 from agents import stacks
 from agents.member import Member
-from agents.tail import Tail
+from agents.tail import BUDGET_BYTES, Tail
 from aimaster.catalogue import Catalogue, XidTable
 from aimaster.catalogue.findings import collect
 from aimaster.catalogue.scan import LogScan
@@ -106,8 +106,10 @@ class LogWatch:
         for log in self._logs.values():
             before = log.tail.bytes_read
             log.read()
-            self.bytes_read += log.tail.bytes_read - before
-            if log.fresh and self._heard is not None:
+            gained = log.tail.bytes_read - before
+            self.bytes_read += gained
+            # While old lines are made up for, after a restart of this agent, their pace is ours and not the member's.
+            if log.fresh and gained < BUDGET_BYTES and self._heard is not None:
                 self._heard(log.member, log.fresh)
             if len(log.scan.hits) > log.seen and len(log.told) < MOST_FINDINGS:
                 log.seen = len(log.scan.hits)

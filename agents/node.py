@@ -316,6 +316,7 @@ class Node:
             pid=os.getpid(),
             term_seen=self._orders.term,
             members=self.pictures(),
+            started={name: member.incarnation for name, member in self._trainer.members.items()},
         )
 
     def _pulse(self) -> Pulse:

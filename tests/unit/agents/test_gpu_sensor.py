@@ -5,7 +5,9 @@ import time
 
 import pytest
 
+from agents.rules.gpu import GpuRules
 from agents.sensors.gpu import GpuSensor
+from aimaster.catalogue import load_xids
 
 
 def until(condition, seconds=20.0):
@@ -137,19 +139,57 @@ def test_a_machine_without_the_driver_says_so(monkeypatch):
     sensor.close()
 
 
+@pytest.fixture
+def real():
+    sensor = GpuSensor("node-0", interval_seconds=0.5)
+    assert sensor.supported() == ""
+    yield sensor
+    sensor.close()
+
+
 @pytest.mark.gpu
-def test_a_real_gpu_is_read():
-    """The real driver: memory, temperature and UUID of every GPU, and no value that is both read and missing."""
+def test_a_real_gpu_is_read(real):
+    """The real driver: memory, temperature and UUID of every GPU, events, and no value that is both read and missing."""
+    readings = real.read_fresh(time.time(), 60.0)
+    devices = [one for one in readings if one.kind == "gpu.device"]
+    head = next(one for one in readings if one.kind == "gpu.nvml")
+    assert len(devices) == head.values["count"]
+    assert head.values["events"]
+    for one in devices:
+        assert one.state == "ok"
+        assert one.values["uuid"].startswith("GPU-")
+        assert one.values["memory_total_bytes"] > 1 << 30
+        assert 0 < one.values["temperature_celsius"] < 120
+        assert one.values.get("missing_memory") is None
+
+
+@pytest.mark.gpu
+def test_a_real_gpu_is_well(real):
+    """An idle, healthy GPU raises nothing, poll after poll."""
+    rules = GpuRules(load_xids())
+    for _ in range(5):
+        readings = until(lambda: real.read(time.time()), 60.0)
+        assert [one for one in rules.judge(readings) if one.weight >= 50] == []
+        time.sleep(0.5)
+
+
+@pytest.mark.gpu
+def test_a_process_on_a_real_gpu_is_seen():
+    """Memory that this process takes shows in the next picture, as used and (where the driver tells) with a process."""
+    torch = pytest.importorskip("torch")
+    held = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
     sensor = GpuSensor("node-0", interval_seconds=0.5)
     try:
-        assert sensor.supported() == ""
-        readings = sensor.read_fresh(time.time(), 60.0)
-        devices = [one for one in readings if one.kind == "gpu.device"]
-        assert len(devices) == next(one for one in readings if one.kind == "gpu.nvml").values["count"]
-        for one in devices:
-            assert one.state == "ok"
-            assert one.values["uuid"].startswith("GPU-")
-            assert one.values["memory_total_bytes"] > 1 << 30
-            assert 0 < one.values["temperature_celsius"] < 120
+        devices = [one for one in sensor.read_fresh(time.time(), 60.0) if one.kind == "gpu.device"]
+        assert max(one.values["memory_used_bytes"] for one in devices) >= held.numel()
     finally:
         sensor.close()
+
+
+@pytest.mark.gpu
+def test_a_real_helper_that_is_killed_comes_back(real):
+    """SIGKILL of the helper costs one restart."""
+    real.read_fresh(time.time(), 60.0)
+    first = real.pids[0]
+    os.kill(first, 9)
+    until(lambda: real.read(time.time()) and real.pids and real.pids[0] != first, 60.0)
