@@ -1,7 +1,7 @@
 """The front process: the embedded engine of `aimaster run`. It keeps master and agents up, and ends the run with nothing left behind.
 
 It decides nothing about the job; that is the master's. Its loop does six things in turn: heed signals, mind its programs, look at
-the run, break what a drill wants broken, pass on output, and notice the end. Two ways out:
+the run, break what a drill wants broken, pass on a stop, and notice the end. Two ways out:
 
     finished or failed, says the master    -> agents end by the master's order, the master last
     Ctrl-C, SIGTERM, `aimaster stop`       -> the same after a flush; a second signal kills everything at once
@@ -21,10 +21,11 @@ from typing import Final
 
 import msgspec
 
-from aimaster.cli.front_display import Display, IncidentTeller, OutputFollower
+from aimaster.cli.front_display import Display, IncidentTeller
 from aimaster.cli.front_drills import Drill, Engine, due, inflict, step_of
 from aimaster.cli.front_folder import RunFolder
 from aimaster.cli.front_link import MasterLink, await_predecessors, child_ends, hung, tail
+from aimaster.cli.front_output import OutputFollower
 from aimaster.cli.front_signals import Signals
 from aimaster.cli.front_summary import Outcome, Rewards, Summary, summarize
 from aimaster.cli.front_supervise import Supervised
@@ -41,6 +42,8 @@ STOP_SECONDS: Final = 60.0
 """For flush and end of the members, before agents are told directly."""
 TERMINATE_SECONDS: Final = 15.0
 """For an agent or the master after SIGTERM, before SIGKILL."""
+KILLED_DRAIN_SECONDS: Final = 1.0
+TOLD_DRAIN_SECONDS: Final = 3.0
 ENDED: Final = ("finished", "failed")
 
 
@@ -86,6 +89,8 @@ class Front:
         adopt_orphans()
         with self._signals:
             await_predecessors(self._places, self._display.note, self._signals)
+            if self._follower is not None:
+                self._follower.start()
             while not self._over(time.monotonic()):
                 self._turn()
                 self._sleep()
@@ -119,8 +124,6 @@ class Front:
         reap_orphans(self._pids())
         if self._stop_reason and not self._stop_accepted:
             self._stop_accepted = self._link.stop(self._stop_reason)
-        if self._follower is not None:
-            self._follower.pass_on()
 
     def _sleep(self) -> None:
         """Until something of ours ends, a signal comes, or the turn is over."""
@@ -219,10 +222,23 @@ class Front:
         if left and not self._killed:
             self._display.note(f"ended {len(left)} processes that had been left behind")
         if self._follower is not None:
-            self._follower.pass_on(last=True)
+            self._drain(self._follower)
         if self._status is not None:
             self._teller.tell(self._status)
         self._remove_memory()
+
+    def _drain(self, follower: OutputFollower) -> None:
+        """Let the reader have the rest of the output, for as long as it takes any; a signal ends that, a killed run waits a moment."""
+        began, told = time.monotonic(), False
+        while not follower.finish(TURN_SECONDS):
+            waited_seconds = time.monotonic() - began
+            if self._signals.take() or (self._killed and waited_seconds > KILLED_DRAIN_SECONDS):
+                follower.give_up()
+            elif waited_seconds > TOLD_DRAIN_SECONDS and not told:
+                told = True
+                self._display.note("all has ended; the reader of the output is waited for (Ctrl-C: not any more)")
+        for left in follower.unshown():
+            self._display.note(f"about {left.size_bytes} bytes of output were not shown; all of it is in {left.file}")
 
     def _terminate(self, programs: Sequence[Supervised]) -> None:
         """SIGTERM, and SIGKILL for what does not heed it; a signal from the user ends the patience."""

@@ -1,16 +1,15 @@
 """What a person sees while a run goes on, on stderr: a progress bar on a terminal, one line now and then elsewhere.
 
-Each incident is told once when it is decided and once when training goes on. A wrapped command's own output passes through, line
-by line, with its rank before it where there are several.
+Each incident is told once when it is decided and once when training goes on. No word of it waits for a reader that stands still.
 """
 
 import contextlib
+import io
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Protocol, TextIO
+from typing import TYPE_CHECKING, Protocol, TextIO, cast
 
+from aimaster.cli.front_output import NoteStream
 from aimaster.cli.render import console, figures, headline, seconds
-from aimaster.wire.places import RunPlaces
 from aimaster.wire.status import IncidentStatus, JobStatus
 from aimaster.wire.topology import JobPlan
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 PLAIN_LINE_SECONDS = 10.0
-READ_BYTES = 1 << 20
 
 
 class Display(Protocol):
@@ -59,7 +57,7 @@ class PlainDisplay:
             self._said, self._said_at = now, status.now
 
     def close(self) -> None:
-        pass
+        close_notes(self._stream)
 
 
 class BarDisplay:
@@ -89,6 +87,7 @@ class BarDisplay:
     def close(self) -> None:
         if self._task is not None:
             self._live.stop()
+        close_notes(self._console.file)
 
     def _drawn(self) -> "RenderableType":
         from rich.console import Group
@@ -98,10 +97,19 @@ class BarDisplay:
 
 
 def choose_display(plan: JobPlan, stream: TextIO = sys.stderr) -> Display:
-    """The bar for a job of ours on a terminal, lines for all else."""
+    """The bar for a job of ours on a terminal, lines for all else; either closes the stream that it is given here."""
+    with contextlib.suppress(io.UnsupportedOperation):  # a stream without a descriptor holds nobody up
+        stream.fileno()
+        stream = cast("TextIO", NoteStream(stream))
     if plan.kind == "rl" and stream.isatty():
         return BarDisplay(stream)
     return PlainDisplay(stream, quiet=plan.kind == "command")
+
+
+def close_notes(stream: object) -> None:
+    """Let the last words out; a stream that was not made here is left open."""
+    if isinstance(stream, NoteStream):
+        stream.close()
 
 
 class IncidentTeller:
@@ -133,56 +141,3 @@ def decided_sentence(incident: IncidentStatus) -> str:
 def resumed_sentence(incident: IncidentStatus) -> str:
     after = None if incident.resumed_at is None else max(0.0, incident.resumed_at - incident.occurred_at)
     return f"incident {incident.incident}: going on {seconds(after)} after it; lost: {incident.lost}"
-
-
-class OutputFollower:
-    """Passes on what the members of a wrapped command print, from where their files stand now."""
-
-    def __init__(self, plan: JobPlan, places: RunPlaces, stream: BinaryIO) -> None:
-        self._stream = stream
-        several = len(plan.members) > 1
-        self._files = [
-            _Tail(
-                places.member(plan.placement[member], member) / "output.log",
-                f"[{member}]: ".encode() if several else b"",
-            )
-            for member in plan.members
-        ]
-
-    def pass_on(self, *, last: bool = False) -> None:
-        """Print what is new; with `last`, an unfinished last line too. When nobody reads any more, the job goes on unheard."""
-        lines = [line for file in self._files for line in file.new_lines(last=last)]
-        try:
-            self._stream.writelines(lines)
-            self._stream.flush()
-        except BrokenPipeError:
-            self._files = []
-
-
-class _Tail:
-    def __init__(self, path: Path, prefix: bytes) -> None:
-        self._path = path
-        self._prefix = prefix
-        self._rest = b""
-        try:
-            self._offset = path.stat().st_size
-        except FileNotFoundError:
-            self._offset = 0
-
-    def new_lines(self, *, last: bool) -> list[bytes]:
-        data = b"" if not self._path.exists() else self._read()
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        found = [self._prefix + line + b"\n" for line in lines]
-        if last and self._rest:
-            found.append(self._prefix + self._rest + b"\n")
-            self._rest = b""
-        return found
-
-    def _read(self) -> bytes:
-        with self._path.open("rb") as file:
-            if file.seek(0, 2) < self._offset:
-                self._offset = 0  # truncated or replaced: read it anew
-            file.seek(self._offset)
-            data = file.read(READ_BYTES)
-            self._offset += len(data)
-        return data

@@ -14,9 +14,10 @@ from pathlib import Path
 from aimaster.cli.dry_run import print_notices
 from aimaster.cli.exits import UsageError
 from aimaster.cli.front import Front
-from aimaster.cli.front_display import OutputFollower, choose_display
+from aimaster.cli.front_display import choose_display
 from aimaster.cli.front_drills import Drill, DrillError, check_drills, parse_drills
 from aimaster.cli.front_folder import RunFolder, open_folder, write_atomically, write_json
+from aimaster.cli.front_output import OutputFollower
 from aimaster.cli.front_plan import PlanError, command_name, plan_command, plan_training
 from aimaster.cli.front_preflight import check_command, check_training
 from aimaster.cli.front_report import print_summary
@@ -108,7 +109,7 @@ def conduct(folder: RunFolder, plan: JobPlan, drills: Sequence[Drill], *, port: 
     follower = None
     if plan.kind == "command":
         # With --json, stdout belongs to the one document.
-        follower = OutputFollower(plan, places, sys.stderr.buffer if as_json else sys.stdout.buffer)
+        follower = OutputFollower(plan, places, (sys.stderr if as_json else sys.stdout).fileno())
     front = Front(folder, plan, Local(), display, drills=drills, port=port, follower=follower)
     try:
         summary = front.drive()
@@ -117,7 +118,9 @@ def conduct(folder: RunFolder, plan: JobPlan, drills: Sequence[Drill], *, port: 
     write_json(places.summary, summary)
     folder.mark(summary.outcome)
     with contextlib.suppress(BrokenPipeError):  # it is kept in the run folder, and the exit code still counts
-        print_summary(summary, as_json=as_json)
+        # A stdout whose reader stands still would hold the summary up.
+        stuck = not as_json and follower is not None and bool(follower.unshown())
+        print_summary(summary, as_json=as_json, stream=sys.stderr if stuck else sys.stdout)
     return summary.exit_code
 
 

@@ -5,13 +5,12 @@ import io
 import pytest
 
 from aimaster.cli.checkpoints import rows
-from aimaster.cli.front_display import BarDisplay, IncidentTeller, OutputFollower, PlainDisplay, choose_display
+from aimaster.cli.front_display import BarDisplay, IncidentTeller, PlainDisplay, choose_display
 from aimaster.cli.front_plan import plan_command
 from aimaster.cli.render import headline, newest_by_tier, seconds, size, table
 from aimaster.wire.checkpoint import SnapshotPlace, Tier, Version
 from aimaster.wire.health import Verdict
 from aimaster.wire.ids import MemberId, NodeId, RunId
-from aimaster.wire.places import RunPlaces
 from aimaster.wire.status import IncidentStatus, JobStatus
 
 
@@ -136,33 +135,6 @@ def test_each_incident_is_told_when_decided_and_when_over():
         "aimaster: incident i-1, a drill: policy-1 process.killed: SIGKILL -> restart_process",
         "aimaster: incident i-1: going on 2.50 s after it; lost: nothing",
     ]
-
-
-def test_output_is_passed_on_from_where_it_stood(tmp_path):
-    """Whole lines with their rank before them; what an earlier start printed is not repeated; a last line without end is not lost."""
-    plan = plan_command(
-        ["x"], run_id=RunId("0a"), name="x", cwd="/", front_pid=1, ranks=2, port=1, max_restarts=1, environ={}
-    )
-    places = RunPlaces(tmp_path)
-    files = {}
-    for member, node in plan.placement.items():
-        folder = places.member(node, member)
-        folder.mkdir(parents=True)
-        files[member] = folder / "output.log"
-    files["rank-0"].write_bytes(b"old\n")
-    out = io.BytesIO()
-    follower = OutputFollower(plan, places, out)
-    with files["rank-0"].open("ab") as zero, files["rank-1"].open("ab") as one:
-        zero.write(b"a\nb")
-        one.write(b"c\n")
-        zero.flush()
-        one.flush()
-        follower.pass_on()
-        assert out.getvalue() == b"[rank-0]: a\n[rank-1]: c\n"
-        zero.write(b"b\n\xff no utf-8")
-    follower.pass_on()
-    follower.pass_on(last=True)
-    assert out.getvalue() == b"[rank-0]: a\n[rank-1]: c\n[rank-0]: bb\n[rank-0]: \xff no utf-8\n"
 
 
 def test_a_table_off_a_terminal_has_no_colour_and_cuts_nothing():
