@@ -85,6 +85,7 @@ def run_policy() -> None:
     loop = PolicyLoop(identity, link, state, group, drills, beat=beat, gradients=kept)
     loop.run()
     loop.close()
+    progress.beat("end")  # a phase of its own: a process of some gigabytes takes its time to go, which is no hang
     progress.close()
 
 

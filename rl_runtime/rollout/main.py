@@ -64,4 +64,5 @@ def run_rollout() -> None:
     )
     loop.run()
     desk.close()
+    progress.beat("end")  # a phase of its own: a process of some gigabytes takes its time to go, which is no hang
     progress.close()
