@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from aimaster.client.fence import Fence
 
 PHASES: Final = (
-    "startup", "restore", "join", "compute", "wait", "reduce", "save", "generate", "weights", "reward", "idle",
+    "startup", "restore", "join", "compute", "wait", "reduce", "save", "generate", "weights", "reward", "idle", "end",
 )  # fmt: skip
 SIZE_BYTES: Final = 256
 VERSION: Final = 1
