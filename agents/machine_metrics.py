@@ -66,6 +66,15 @@ def gpus(readings: Sequence[Reading], xids: Mapping[tuple[str, str], int]) -> It
         yield gauge(name, text, ("gpu",), _of(devices, field))
     for field, (name, text) in GPU_COUNTERS.items():
         yield counter(name, text, ("gpu",), _of(devices, field))
+    yield from _troubles(devices)
+    counted: Counter[tuple[str, str]] = Counter()
+    for (gpu, code), count in xids.items():
+        counted[gpu, code if int(code) < _LISTED_XIDS else "other"] += count
+    yield counter("aimaster_node_gpu_xid", "Xids that the driver reported.", ("gpu", "xid"), counted.items())
+
+
+def _troubles(devices: Sequence[Reading]) -> Iterator[Metric]:
+    """Slowdowns, memory errors and what was done about them."""
     yield gauge(
         "aimaster_node_gpu_clocks_event_active",
         "1 while the hardware slows it down.",
@@ -105,10 +114,6 @@ def gpus(readings: Sequence[Reading], xids: Mapping[tuple[str, str], int]) -> It
             if field in one.values
         ],
     )
-    counted: Counter[tuple[str, str]] = Counter()
-    for (gpu, code), count in xids.items():
-        counted[gpu, code if int(code) < _LISTED_XIDS else "other"] += count
-    yield counter("aimaster_node_gpu_xid", "Xids that the driver reported.", ("gpu", "xid"), counted.items())
 
 
 def ports(readings: Sequence[Reading]) -> Iterator[Metric]:
