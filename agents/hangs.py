@@ -290,8 +290,9 @@ class HangWatch:
             span = lease or watched.member.spec.startup_hang_seconds / UNLEARNT_PARTS
             while self._still_silent(watched, beats):
                 looks, texts = await ranks.look(there, self._pace.dump_seconds)
-                if len(looks) < len(there):
-                    return  # one has died: its end tells more
+                if len(looks) < len(there):  # one has died: its end tells more
+                    await asyncio.sleep(self._pace.look_seconds)
+                    return
                 history = [*history, looks][-MOST_LOOKS:]
                 apart = find_apart(history, lease_seconds=span)
                 if apart is not None:
