@@ -66,11 +66,24 @@ class Draft:
         """Give an order to a node that can be reached; never to one that is lost or stopped."""
         if self.state.nodes[node].state not in REACHABLE:
             return
-        number = OrderId(f"{self.state.term}.{self.state.next_order}")
-        order = orders.Order(order_id=number, term=self.state.term, cause=cause, action=action)
-        self.change(orders=self.state.orders | {number: (node, order)}, next_order=self.state.next_order + 1)
+        order = self.name_order(action, cause)
+        self.change(orders=self.state.orders | {order.order_id: (node, order)})
         if self.state.nodes[node].state == "connected":
             self.actions.append(Send(node=node, order=order))
+
+    def name_order(self, action: orders.Action, cause: str) -> orders.Order:
+        """An order under the present term, with a name that no agent has heard before."""
+        term, number = self.state.term, self.state.next_order
+        self.change(next_order=number + 1)
+        name = OrderId(f"{term}.{number}.{round(self.state.term_started_at * 1000)}")
+        return orders.Order(order_id=name, term=term, cause=cause, action=action)
+
+    def renew_orders(self) -> None:
+        """Orders that are still open are given again under the present term; each is harmless when it was carried out already."""
+        open_before = self.state.orders.values()
+        self.change(next_order=1)
+        renewed = [(node, self.name_order(order.action, order.cause)) for node, order in open_before]
+        self.change(orders={order.order_id: (node, order) for node, order in renewed})
 
     def drop_orders(self, unwanted: Callable[[NodeId, orders.Action], bool]) -> None:
         """Forget open orders that have lost their sense."""

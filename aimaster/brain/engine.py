@@ -32,8 +32,7 @@ from aimaster.brain.events import (
     SuspicionWithdrawn,
 )
 from aimaster.brain.state import ENDED, LIVE, Member, Node, State
-from aimaster.wire.actions import Order
-from aimaster.wire.ids import Incarnation, MemberId, OrderId
+from aimaster.wire.ids import Incarnation, MemberId
 from aimaster.wire.topology import JobPlan
 
 MAX_DRILLS = 100
@@ -144,22 +143,13 @@ def _master_started(d: Draft, event: MasterStarted) -> None:
     for node in state.nodes.values():
         if node.state == "connected":
             d.node(node.node, state="silent", seen_at=d.now)
-    _renew_orders(d)
+    d.renew_orders()
     if state.ending is not None:
         deadline = d.now + endings.FLUSH_SECONDS
         d.change(ending=replace(state.ending, deadline_at=deadline))
         return
     occurred_at = event.previous_alive_at or d.now
     reports.healed_in_place(d, "master", "master", verdicts.master_gone(occurred_at), occurred_at)
-
-
-def _renew_orders(d: Draft) -> None:
-    """Orders that are still open are given again under the new term; each is harmless when it was carried out already."""
-    renewed = {}
-    for number, (node, order) in enumerate(d.state.orders.values(), start=1):
-        name = OrderId(f"{d.state.term}.{number}")
-        renewed[name] = (node, Order(order_id=name, term=d.state.term, cause=order.cause, action=order.action))
-    d.change(orders=renewed, next_order=len(renewed) + 1)
 
 
 def _attempt_again(d: Draft, plan: JobPlan) -> None:

@@ -10,7 +10,7 @@ from aimaster.brain.remedy import is_echo
 from aimaster.brain.state import LIVE, Member, Node, SubjectKind
 from aimaster.wire import actions as orders
 from aimaster.wire.health import Finding, Subject, Verdict
-from aimaster.wire.ids import Incarnation, MemberId, NodeId
+from aimaster.wire.ids import Incarnation, MemberId, NodeId, Term
 from aimaster.wire.messages import (
     Found,
     HangSuspected,
@@ -36,6 +36,7 @@ def connected(d: Draft, hello: Hello) -> None:
     fields = {"url": hello.url, "agent_pid": hello.pid, "seen_at": d.now}
     if old.outbox_id != hello.outbox_id:
         fields |= {"outbox_id": hello.outbox_id, "acknowledged": 0}
+    _catch_up(d, hello)
     d.node(hello.node, state="connected", **fields)
     open_before = [name for name, (to, _) in d.state.orders.items() if to == hello.node]
     for picture in hello.members:
@@ -55,6 +56,21 @@ def connected(d: Draft, hello: Hello) -> None:
         _tell_peers(d)
     elif d.state.ending.nodes_ordered:
         endings.stop_node(d, hello.node)
+
+
+def _catch_up(d: Draft, hello: Hello) -> None:
+    """An agent that remembers more than this master (its journal was lost) is believed: terms and starts go on above what it has seen."""
+    if hello.term_seen > d.state.term:
+        d.change(term=Term(hello.term_seen + 1))
+        d.renew_orders()
+        for node, order in d.state.orders.values():
+            if d.state.nodes[node].state == "connected":
+                d.actions.append(Send(node=node, order=order))
+    alive = {picture.member for picture in hello.members if picture.alive}
+    for name, incarnation in hello.started.items():
+        member = d.state.members.get(name)
+        if member is not None and member.state == "planned" and name not in alive and incarnation >= member.incarnation:
+            d.member(name, incarnation=Incarnation(incarnation + 1))
 
 
 def healed_in_place(d: Draft, kind: SubjectKind, subject: str, verdict: Verdict, occurred_at: float) -> None:

@@ -33,11 +33,16 @@ class JournalHeldError(JournalError):
 
 
 class JournalDamagedError(JournalError):
-    """A record in the middle is unreadable although it had been durable."""
+    """A record is unreadable although it had been durable, or nothing at all of a file can be read."""
 
-    def __init__(self, segment: Path, offset: int, sequence: int) -> None:
+    def __init__(self, segment: Path, offset: int, sequence: int, *, nothing_readable: bool = False) -> None:
+        what = (
+            f"nothing of {segment} can be read: it does not begin as a journal does"
+            if nothing_readable
+            else f"record {sequence} at byte {offset} of {segment} is damaged, and whole records follow it"
+        )
         super().__init__(
-            f"record {sequence} at byte {offset} of {segment} is damaged, and whole records follow it; nothing was changed; "
+            f"{what}; nothing was changed; "
             f"restore the file from a copy, or move the folder away to start without its history"
         )
         self.segment = segment

@@ -68,6 +68,18 @@ def decode_frames(data: bytes | memoryview, first: int) -> Iterator[Frame]:
         offset, sequence = frame.end, sequence + 1
 
 
+def may_be_cut_short(data: bytes) -> bool:
+    """Whether these bytes can be the beginning of a first frame whose append never ended; anything else at the start is damage."""
+    if data.count(0) == len(data):
+        return True  # a file that grew, and whose pages a power cut took
+    if not data.startswith((RECORD[: len(data)], SNAPSHOT[: len(data)])):
+        return False
+    if len(data) < HEADER.size:
+        return True
+    _, length, sequence, durable, _ = HEADER.unpack_from(data)
+    return sequence == 1 and durable == 0 and HEADER.size + length > len(data)
+
+
 def was_durable(data: bytes, offset: int, sequence: int) -> bool:
     """Tell whether a whole frame at or after `offset` says that record `sequence`, unreadable at `offset`, had been durable."""
     at = data.find(MARK, offset)

@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from aimaster.journal.errors import JournalDamagedError
-from aimaster.journal.frames import Frame, decode_frames, was_durable
+from aimaster.journal.frames import Frame, decode_frames, may_be_cut_short, was_durable
 
 SUFFIX: Final = ".journal"
 ASIDE: Final = ".aside"
@@ -62,6 +62,8 @@ def measure(path: Path, data: bytes) -> Extent:
         last, end = frame.sequence, frame.end
         if frame.snapshot:
             base = frame.end
+    if not end and data and first == 1 and not may_be_cut_short(data):
+        raise JournalDamagedError(path, 0, 1, nothing_readable=not was_durable(data, 0, 1))
     born_broken = first > 1 and base == 0
     if born_broken or (end < len(data) and was_durable(data, end, last + 1)):
         raise JournalDamagedError(path, end, last + 1)

@@ -55,15 +55,21 @@ def decode_record(payload: bytes) -> Record:
 
 
 def replay(payloads: Iterable[bytes]) -> State | None:
-    """The state that a journal tells of; None of an empty one."""
+    """The state that a journal tells of; None of an empty one. Events before the first start of a master speak of no job: skipped."""
     state: State | None = None
+    skipped: list[str] = []
     for payload in payloads:
         record = decode_record(payload)
         if isinstance(record, Summed):
             state = record.state
             continue
         for event in record.events:
+            if state is None and not isinstance(event, MasterStarted):
+                skipped.append(type(event).__name__)
+                continue
             state = _believe(state, event, record.at)[0]
+    if skipped:
+        log.warning("journal_events_skipped", events=skipped[:10], count=len(skipped), why="no master had started yet")
     return state
 
 
@@ -77,7 +83,7 @@ def describe(frames: Iterable[Frame], first: int) -> Iterator[bytes]:
 def _believe(state: State | None, event: Event, now: float) -> tuple[State, tuple[Action, ...]]:
     if state is None:
         if not isinstance(event, MasterStarted):
-            msg = f"the journal begins with {type(event).__name__}, not with the start of a master"
+            msg = f"{type(event).__name__} cannot be believed before the start of a master"
             raise TypeError(msg)
         return engine.begin(event, now), ()
     return engine.step(state, event, now)

@@ -89,14 +89,14 @@ class Master:
                 group.create_task(executor.run(), name="proposals"),
                 group.create_task(self._tick(intake), name="ticks"),
             ]
-            if front_pid is not None:
-                tasks.append(group.create_task(self._watch_front(front_pid), name="front"))
             try:
                 url = await _listen(runner, host, port)
                 started = MasterStarted(
                     term=self.term, plan=self.plan, attempt=self.attempt, previous_alive_at=alive_at
                 )
                 await self.mind.believe(started)
+                if front_pid is not None:  # that it is gone is believed after the start alone
+                    tasks.append(group.create_task(self._watch_front(front_pid), name="front"))
                 self._announce(url)
                 await self._until_over()
             finally:

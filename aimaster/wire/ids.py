@@ -21,4 +21,5 @@ IncidentId = NewType("IncidentId", str)
 """`i-1`, `i-2`, ... in order of detection within a run."""
 
 OrderId = NewType("OrderId", str)
-"""`TERM.NUMBER`; an agent carries out an order once, however often it arrives."""
+"""`TERM.NUMBER.START`, the start of the master that gave it in milliseconds: a master whose journal was lost repeats terms, never names.
+An agent carries out an order once, however often it arrives."""

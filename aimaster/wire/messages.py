@@ -124,6 +124,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     pid: int
     term_seen: Term
     members: tuple[MemberPicture, ...]
+    started: dict[MemberId, Incarnation] = {}
+    """The newest start of each member on this node, also of those that have ended: no later one may have its number."""
     labels: dict[str, str] = {}
     """Failure domain labels, for example rack and switch."""
 

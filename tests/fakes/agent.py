@@ -44,6 +44,7 @@ class FakeAgent:
         self.orders: list[Order] = []
         self.terms: list[Term] = []
         self.done: set[str] = set()
+        self.obeyed: set[str] = set()
         self.stopped = asyncio.Event()
         self._sequence = 0
         self._news = asyncio.Event()
@@ -105,7 +106,16 @@ class FakeAgent:
                 self.stopped.set()
         elif isinstance(message, Order):
             self.orders.append(message)
-            self._obey(message)
+            self._take(message)
+
+    def _take(self, order: Order) -> None:
+        """Once each, and none of a term that is past; answered always."""
+        past = order.term < max(self.terms)
+        if past or order.order_id in self.obeyed:
+            self.report(OrderDone(order_id=order.order_id, ok=not past))
+            return
+        self.obeyed.add(order.order_id)
+        self._obey(order)
 
     def _obey(self, order: Order) -> None:
         action = order.action

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from aiohttp import web
 
 from aimaster.journal import Journal, read_frames
-from aimaster.master.mind import replay
+from aimaster.master.mind import decode_record, replay
 from aimaster.wire import codec
 from aimaster.wire.actions import SetPeers, StopNode
 from aimaster.wire.messages import ControllerPulse
@@ -204,6 +205,39 @@ async def test_the_end_of_the_front_ends_the_job(make_run, front):
     ]
     assert orders
     assert not any(order.remove_memory for order in orders)
+
+
+async def test_a_front_that_is_gone_before_the_master_began_leaves_a_run_that_can_be_resumed(make_run, front):
+    """The start of a master is the first thing that is believed; the run stops, and the same folder comes to life under a new front."""
+    front.kill()
+    front.wait()
+    run = make_run(plan_of(RL))
+    await run.start_master("--front-pid", str(front.pid))
+    run.start_agents()
+    await until(lambda: run.process.poll() is not None, "the master ends")
+    assert run.process.returncode == 0
+    first = next(iter(read_frames(run.folder / "journal")))
+    assert type(decode_record(first.payload).events[0]).__name__ == "MasterStarted"
+    await run.start_master()
+    await run.running()
+
+
+async def test_a_run_whose_journal_was_removed_comes_to_life_again(make_run):
+    """kill -9 of the master, its journal gone: the next one learns the terms from the agents, adopts the living, and its orders are obeyed."""
+    run = make_run(plan_of(RL))
+    for _ in range(2):
+        await run.start_master()
+        if not run.agents["node-0"].orders:
+            run.start_agents()
+        await run.running()
+        run.kill_master()
+    shutil.rmtree(run.folder / "journal")
+    await run.start_master()
+    await run.running()
+    assert (await run.status()).term == 3
+    run.agents["node-1"].die("rollout-0")
+    await until(lambda: ("rollout-0", 1) in run.agents["node-1"].started(), "the restart")
+    await run.running()
 
 
 async def test_who_may_ask_what(make_run):

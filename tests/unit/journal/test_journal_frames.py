@@ -102,3 +102,24 @@ def test_a_segment_born_of_compaction_must_begin_with_its_snapshot(tmp_path):
     segment.write_bytes(segment.read_bytes()[:-1])
     with pytest.raises(JournalDamagedError):
         Journal.open(tmp_path)
+
+
+@pytest.mark.parametrize("spoil", ["garbage", "overwritten magic"])
+def test_a_file_of_which_nothing_can_be_read_is_named_and_stays(tmp_path, spoil):
+    """What does not even begin as a journal is no torn tail: it is refused, and not a byte of it is cut."""
+    segment = journal_of(tmp_path, [[b"a" * 50]])
+    raw = b"no journal at all\n" * 20 if spoil == "garbage" else b"XXXX" + segment.read_bytes()[4:]
+    segment.write_bytes(raw)
+    for _ in range(2):
+        with pytest.raises(JournalDamagedError, match="nothing of .* can be read"):
+            Journal.open(tmp_path)
+    assert segment.read_bytes() == raw
+
+
+def test_a_first_record_whose_pages_never_came_is_a_torn_tail(tmp_path):
+    """A power cut may leave the very first append as zeros: nobody was told of it, and the journal begins."""
+    segment = journal_of(tmp_path, [[b"a" * 50]])
+    segment.write_bytes(bytes(100))
+    with Journal.open(tmp_path) as journal:
+        assert journal.torn_bytes == 100
+        assert journal.append_now([b"first"]) == 1

@@ -7,10 +7,10 @@ import os
 
 import pytest
 
-from aimaster.brain.events import AgentConnected, AgentPulsed, DrillMarked, MasterStarted, StopRequested
+from aimaster.brain.events import AgentConnected, AgentPulsed, DrillMarked, FrontGone, MasterStarted, StopRequested
 from aimaster.journal import Journal
-from aimaster.master.mind import Mind, Summed, decode_record, describe, replay
-from aimaster.wire import PROTOCOL_VERSION
+from aimaster.master.mind import Believed, Mind, Summed, decode_record, describe, replay
+from aimaster.wire import PROTOCOL_VERSION, codec
 from aimaster.wire.messages import Hello, Pulse
 from tests.fakes.world import RL, plan_of
 
@@ -77,6 +77,19 @@ async def test_the_journal_is_compacted_without_a_change_of_mind(tmp_path):
             assert replay(journal.replay()) == mind.state
             lines = list(describe(journal.frames(), journal.last_sequence))
             assert len(lines) == 1
+
+
+async def test_a_journal_that_begins_with_something_else_is_taken_up_from_the_first_start(tmp_path):
+    """What stands before the first start of a master is skipped: it spoke of no job, and the run goes on."""
+    stop = Believed(at=999.0, events=(FrontGone(pid=1), StopRequested(reason="early")))
+    with Journal.open(tmp_path) as journal:
+        journal.append_now([codec.encode(stop)])
+        assert replay(journal.replay()) is None
+        async with thinking(journal) as mind:
+            await mind.believe(STARTED)
+            await mind.believe(DrillMarked(subject="m", note=""))
+            assert mind.state.phase == "starting"
+            assert replay(journal.replay()) == mind.state
 
 
 async def test_pictures_are_never_journaled(tmp_path):
