@@ -1,9 +1,11 @@
 """From a tree of given values to a typed record: every wrong key and every wrong type is found in one go.
 
-Unknown keys are refused with the nearest name; legacy keys and near-miss booleans are accepted with one notice each.
+Unknown keys are refused with the nearest name; legacy keys and near-miss booleans are accepted with one notice each. A number that is
+none (NaN, infinite), or that no file of the run can hold, is refused wherever it stands, in free tables as well.
 """
 
 import difflib
+import math
 from collections.abc import Iterator, Sequence
 from functools import cache
 from types import UnionType
@@ -149,6 +151,9 @@ def _leaf(below: Any, hint: Any, path: Sequence[str], checked: Checked, values: 
         checked.warnings.append(Notice(key=key, where=where, text="-1 is the default of mid-2025; read as 1, today's"))
         value = 1
     value = widen(value, shape)
+    if (trouble := number_trouble(value)) is not None:
+        checked.problems.append(Problem(key=key, where=where, text=trouble))
+        return
     try:
         values[path[-1]] = msgspec.convert(value, hint)
     except msgspec.ValidationError as error:
@@ -157,6 +162,20 @@ def _leaf(below: Any, hint: Any, path: Sequence[str], checked: Checked, values: 
         )
     else:
         checked.origins[key] = where
+
+
+def number_trouble(value: Any) -> str | None:
+    """Why a number in a value, at any depth, can stand nowhere."""
+    match value:
+        case dict() | list() | tuple():
+            inner = value.values() if isinstance(value, dict) else value
+            return next((trouble for item in inner if (trouble := number_trouble(item)) is not None), None)
+        case float() if not math.isfinite(value):
+            return f"is {value}; write a finite number"
+        case int() if not -(2**63) <= value < 2**63:
+            return f"is {_shown(value)}; whole numbers have at most 64 bits here"
+        case _:
+            return None
 
 
 def _boolean(value: str, key: str, where: str, checked: Checked, *, keep_path: bool, keep_string: bool) -> bool | str:
@@ -189,6 +208,8 @@ def plain(below: Any, *, strings: bool = False) -> Any:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, int) and value.bit_length() > 256:
+        return "a number of many digits"  # Python does not even print the longest
     text = f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
     return text if len(text) <= 80 else text[:77] + "…"
 

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from aimaster.settings.parallelism import ParallelismSettings
-from aimaster.settings.table import Dtype, Table
+from aimaster.settings.table import Dtype, NonNegative, NonNegativeFloat, Positive, Seed, Share, Table
 
 
 class DistillationSettings(Table, frozen=True, kw_only=True):
@@ -31,25 +31,25 @@ class DistillationSettings(Table, frozen=True, kw_only=True):
     """Offload."""
     fsdp_reshard_after_forward: Literal["always", "never", "default"] = "never"
     """Reshard."""
-    batch_size_per_replica: int = 8
+    batch_size_per_replica: Positive = 8
     """Teacher batch."""
-    max_token_len_per_mini_batch: int | None = None
+    max_token_len_per_mini_batch: Positive | None = None
     """Token budget."""
     sequence_packing: bool = False
     """Packing."""
-    mini_batch: int = 1
+    mini_batch: Positive = 1
     """Micro-batch."""
-    seed: int | None = None
+    seed: Seed | None = None
     """Seed."""
-    kl_penalty_coef: float = 1.0
+    kl_penalty_coef: NonNegativeFloat = 1.0
     """Weight."""
-    kl_discount_factor: float = 0.0
+    kl_discount_factor: Share = 0.0
     """Discount."""
     include_prompt: bool = False
     """KL over prompt."""
-    top_k: int = 0
+    top_k: NonNegative = 0
     """0 = sampled KL, >0 = generalised JSD on top-k."""
-    jsd_beta: float = 0.5
+    jsd_beta: Share = 0.5
     """JSD mix."""
     trainer_token_ids_from_teacher: bool = True
     """Ids travel teacher to trainer."""

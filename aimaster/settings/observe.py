@@ -1,6 +1,6 @@
 """The tables [logging], [profiler] and [validation]: what is watched while the job runs."""
 
-from aimaster.settings.table import Positive, Table
+from aimaster.settings.table import LimitOrAll, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Ratio, Table
 from aimaster.settings.train_policy import DatasetSettings, RemoteRewardSettings
 
 
@@ -11,7 +11,7 @@ class LoggingSettings(Table, frozen=True, kw_only=True):
     """Sinks: console, wandb, tensorboard-like custom fns."""
     log_interval: Positive = 100
     """Averaging period."""
-    multi_modal_log_interval: int | None = None
+    multi_modal_log_interval: Positive | None = None
     """Media period."""
     project_name: str = "cosmos_rl"
     """Project."""
@@ -28,13 +28,13 @@ class SubProfilerSettings(Table, frozen=True, kw_only=True):
 
     do_profile: bool = False
     """Profile from the start."""
-    active_steps: int = 1
+    active_steps: Positive = 1
     """Active."""
-    warmup_steps: int = 1
+    warmup_steps: NonNegative = 1
     """Warm-up."""
-    wait_steps: int = 1
+    wait_steps: NonNegative = 1
     """Wait."""
-    rank_filter: tuple[int, ...] = ()
+    rank_filter: tuple[NonNegative, ...] = ()
     """Ranks."""
     record_shape: bool = False
     """Shapes."""
@@ -66,21 +66,21 @@ class ValidationSettings(Table, frozen=True, kw_only=True):
     """Also at step 0."""
     freq: Positive = 20
     """Every N steps."""
-    batch_size: int | None = None
+    batch_size: Positive | None = None
     """Prompts per call."""
     dataset: DatasetSettings = DatasetSettings()
     """Where held-out rows come from."""
-    temperature: float = 0.0
+    temperature: NonNegativeFloat = 0.0
     """Temperature."""
-    top_p: float | None = None
+    top_p: Ratio | None = None
     """Nucleus."""
-    top_k: int | None = 1
+    top_k: LimitOrAll | None = 1
     """Top-k."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: PositiveFloat = 1.0
     """Penalty."""
     n_generation: Positive = 1
     """Completions per prompt."""
-    max_response_length: int | None = None
+    max_response_length: Positive | None = None
     """Cap."""
     reward_function: dict[str, float] = {}
     """Rewards; empty = training rewards."""

@@ -74,7 +74,7 @@ def _is_reward(name: str) -> bool:
 def _batch(job: JobSettings) -> Iterator[tuple[str, str]]:
     dealt = job.train.train_batch_per_replica * job.policy.parallelism.n_init_replicas
     if dealt % job.rollout.n_generation:
-        text = f"× policy.parallelism.n_init_replicas = {dealt} answers a step is no whole number of groups"
+        text = f"{job.train.train_batch_per_replica} × policy.parallelism.n_init_replicas = {dealt} answers a step is no whole number of groups"
         yield "train.train_batch_per_replica", f"{text} of rollout.n_generation = {job.rollout.n_generation}"
 
 

@@ -6,33 +6,33 @@ the small things a first run needs (a fresh model, a warm start, a built-in task
 
 from typing import Literal
 
-from aimaster.settings.table import NonNegative, Positive, PositiveFloat, Table
+from aimaster.settings.table import Count, LimitOrAll, NonNegative, Positive, PositiveFloat, Seconds, Seed, Table
 
 
 class LeaseSettings(Table, frozen=True, kw_only=True):
     """How long silence is borne before it means something."""
 
-    startup_hang_seconds: PositiveFloat = 600.0
+    startup_hang_seconds: Seconds = 600.0
     """A phase whose pace is not learnt yet may be silent for so long."""
     learnt_factor: PositiveFloat = 4.0
     """A progress lease is so many times the slowest step seen in its phase."""
-    shortest_seconds: PositiveFloat = 3.0
+    shortest_seconds: Seconds = 3.0
     """No learnt progress lease is shorter."""
     self_fence_leases: PositiveFloat = 10.0
     """A member ends itself after so many of its own leases without progress."""
-    group_timeout_seconds: PositiveFloat = 10.0
+    group_timeout_seconds: Seconds = 10.0
     """A collective that moves no byte for so long is aborted."""
-    join_hold_seconds: PositiveFloat = 60.0
+    join_hold_seconds: Seconds = 60.0
     """The others never wait longer at a step boundary for a member that joins."""
-    join_hold_shortest_seconds: PositiveFloat = 2.0
+    join_hold_shortest_seconds: Seconds = 2.0
     """A join is given at least so long."""
-    master_silence_seconds: PositiveFloat = 2.0
+    master_silence_seconds: Seconds = 2.0
     """After so long without the master, the controller opens the next epoch itself, on a death notice only."""
-    abort_settle_seconds: PositiveFloat = 2.0
+    abort_settle_seconds: Seconds = 2.0
     """So long after an aborted reduction a death may still be announced before the epoch is tried again."""
-    agent_silence_seconds: PositiveFloat = 10.0
+    agent_silence_seconds: Seconds = 10.0
     """After so long without an agent, a node's members may be placed elsewhere."""
-    prompt_seconds: PositiveFloat = 120.0
+    prompt_seconds: Seconds = 120.0
     """A prompt that is leased to a rollout member goes to another after so long without a token."""
 
 
@@ -41,7 +41,7 @@ class BudgetSettings(Table, frozen=True, kw_only=True):
 
     member_restarts: NonNegative = 10
     """Restarts of one member within the window."""
-    window_seconds: PositiveFloat = 600.0
+    window_seconds: Seconds = 600.0
     """Older restarts are forgiven."""
 
 
@@ -54,7 +54,7 @@ class SnapshotSettings(Table, frozen=True, kw_only=True):
     """Each so-many-th snapshot is copied to a peer node; 0: never."""
     flush_every: NonNegative = 0
     """Each so-many-th step is written to storage; 0: as train.ckpt.save_freq says."""
-    keep: int = 0
+    keep: LimitOrAll = 0
     """Checkpoints kept on storage, -1 keeps all; 0: as train.ckpt.max_keep says."""
     keep_every: NonNegative = 0
     """A checkpoint of each so-many-th step is never removed; 0: none."""
@@ -80,11 +80,11 @@ class ModelSettings(Table, frozen=True, kw_only=True):
 
     hidden_size: Positive = 64
     """Width."""
-    num_hidden_layers: Positive = 2
+    num_hidden_layers: Count = 2
     """Layers."""
-    num_attention_heads: Positive = 4
+    num_attention_heads: Count = 4
     """Attention heads; must divide the width."""
-    num_key_value_heads: Positive = 4
+    num_key_value_heads: Count = 4
     """Key and value heads; must divide the attention heads."""
     intermediate_size: Positive = 192
     """Width of the feed-forward part."""
@@ -101,7 +101,7 @@ class ModelSettings(Table, frozen=True, kw_only=True):
 class AimasterSettings(Table, frozen=True, kw_only=True):
     """What is ours: nodes, leases, budgets, snapshots, and what a first run needs."""
 
-    nodes: Positive = 1
+    nodes: Count = 1
     """Nodes, each with one agent; on one machine they are folders and processes."""
     placement: dict[str, tuple[str, ...]] = {}
     """Members of each node (`node-0 = ["controller-0", "policy-0"]`); empty: dealt round the nodes."""
@@ -109,7 +109,7 @@ class AimasterSettings(Table, frozen=True, kw_only=True):
     """Where tensors live; auto: CUDA where a device is there."""
     host: str = "127.0.0.1"
     """Address that all listen on; anything wider needs a token."""
-    seed: int = 0
+    seed: Seed = 0
     """Root of all randomness; train.seed, where given, sets it."""
     engine: Literal["tiny", "hf", "vllm"] = "hf"
     """Rollout engine: a batched decoder for tiny models, transformers, or vLLM."""
@@ -121,9 +121,9 @@ class AimasterSettings(Table, frozen=True, kw_only=True):
     """Texts that end an answer, as the model's end token does; they are part of it."""
     heldout_prompts: Positive = 256
     """Prompts never trained on that give the reward before and after."""
-    reward_workers: Positive = 1
+    reward_workers: Count = 1
     """Processes that score answers."""
-    reward_seconds: PositiveFloat = 10.0
+    reward_seconds: Seconds = 10.0
     """Deadline of one score; past it the answer earns nothing and the worker is replaced."""
     shuffle_rewards: bool = False
     """Deal the rewards of a batch at random: the negative control, with which nothing may be learnt."""

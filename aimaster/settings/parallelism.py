@@ -2,23 +2,23 @@
 
 from typing import Literal
 
-from aimaster.settings.table import Positive, Table
+from aimaster.settings.table import Count, Positive, Table
 
 
 class ParallelismSettings(Table, frozen=True, kw_only=True):
     """How many members, and how many ranks in which mesh each has."""
 
-    n_init_replicas: Positive = 1
+    n_init_replicas: Count = 1
     """Replicas to wait for before starting; later ones are dynamic."""
-    tp_size: Positive = 2
+    tp_size: Count = 2
     """Tensor parallel."""
-    cp_size: Positive = 1
+    cp_size: Count = 1
     """Context parallel."""
-    ep_size: Positive = 1
+    ep_size: Count = 1
     """Expert parallel."""
-    dp_shard_size: Positive = 1
+    dp_shard_size: Count = 1
     """FSDP shard."""
-    pp_size: Positive = 1
+    pp_size: Count = 1
     """Pipeline."""
     pp_dynamic_shape: bool = False
     """Variable PP shapes."""

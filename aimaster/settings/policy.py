@@ -3,21 +3,31 @@
 from typing import Literal
 
 from aimaster.settings.parallelism import ParallelismSettings
-from aimaster.settings.table import Dtype, Positive, Table
+from aimaster.settings.table import (
+    Below1,
+    Count,
+    Dtype,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Ratio,
+    Table,
+)
 
 
 class LoraSettings(Table, frozen=True, kw_only=True):
     """Low-rank adapters."""
 
-    r: int = 8
+    r: Positive = 8
     """Rank."""
     lora_names: tuple[str, ...] = ("default",)
     """Adapters."""
     lora_path: str | None = None
     """Start weights."""
-    lora_alpha: float = 8.0
+    lora_alpha: PositiveFloat = 8.0
     """Alpha."""
-    lora_dropout: float = 0.0
+    lora_dropout: Below1 = 0.0
     """Dropout."""
     target_modules: str | tuple[str, ...] | None = None
     """Modules or all-linear."""
@@ -27,9 +37,9 @@ class LoraSettings(Table, frozen=True, kw_only=True):
     """Rank-stabilised scaling."""
     modules_to_save: tuple[str, ...] | None = None
     """Extra trainable modules."""
-    alpha_pattern: dict[str, float] | None = None
+    alpha_pattern: dict[str, PositiveFloat] | None = None
     """Per-module alpha."""
-    r_pattern: dict[str, int] | None = None
+    r_pattern: dict[str, Positive] | None = None
     """Per-module rank."""
     init_lora_weights: bool | str = True
     """Init method."""
@@ -38,15 +48,15 @@ class LoraSettings(Table, frozen=True, kw_only=True):
 class DiffusersSampleSettings(Table, frozen=True, kw_only=True):
     """Sampler of a diffusion model."""
 
-    num_steps: int = 40
+    num_steps: Positive = 40
     """Training sampler steps."""
-    eval_num_steps: int = 40
+    eval_num_steps: Positive = 40
     """Eval sampler steps."""
-    guidance_scale: float = 4.5
+    guidance_scale: NonNegativeFloat = 4.5
     """CFG weight."""
     global_std: bool = True
     """Std over the batch."""
-    noise_level: float = 1.0
+    noise_level: NonNegativeFloat = 1.0
     """SDE noise."""
     deterministic_sampling: bool = False
     """No noise."""
@@ -57,13 +67,13 @@ class DiffusersSampleSettings(Table, frozen=True, kw_only=True):
 class DiffusersTokenizerSettings(Table, frozen=True, kw_only=True):
     """Tokenizer of a diffusion model."""
 
-    chunk_duration: int = 81
+    chunk_duration: Positive = 81
     """Frames per chunk."""
     load_mean_std: bool = False
     """Load stats."""
     compile_encode: bool = False
     """Compile encoder."""
-    temporal_window: int = 16
+    temporal_window: Positive = 16
     """Window."""
 
 
@@ -74,29 +84,29 @@ class DiffusersSettings(Table, frozen=True, kw_only=True):
     """Transformer/encoder dtype."""
     is_video: bool = False
     """Video model."""
-    max_prompt_length: int = 300
+    max_prompt_length: Positive = 300
     """Prompt tokens."""
     weighting_scheme: str = "logit_normal"
     """Timestep sampler."""
-    train_flow_shift: float = 3.0
+    train_flow_shift: PositiveFloat = 3.0
     """Flow shift."""
     offload: bool = True
     """Move parts to CPU."""
     logit_mean: float = 0.0
     """Sampler mean."""
-    logit_std: float = 1.0
+    logit_std: PositiveFloat = 1.0
     """Sampler std."""
-    inference_size: tuple[int, ...] = (1024, 1024)
+    inference_size: tuple[Positive, ...] = (1024, 1024)
     """H, w."""
-    inference_frames: int = 41
+    inference_frames: Positive = 41
     """Frames out."""
-    train_frames: int = 41
+    train_frames: Positive = 41
     """Frames in training."""
-    timesteps_fraction: float = 1.0
+    timesteps_fraction: Ratio = 1.0
     """Share of steps trained."""
-    nft_beta: float = 1.0
+    nft_beta: NonNegativeFloat = 1.0
     """DiffusionNFT beta."""
-    weight_copy_decay_type: int = 0
+    weight_copy_decay_type: NonNegative = 0
     """Old-weight decay."""
     lora: LoraSettings | None = None
     """Low-rank adapters."""
@@ -139,7 +149,7 @@ class PolicySettings(Table, frozen=True, kw_only=True):
     """SFT only."""
     enable_liger_fused_cross_entropy: bool = False
     """SFT only."""
-    aux_loss_coeff: float = 0.0
+    aux_loss_coeff: NonNegativeFloat = 0.0
     """MoE auxiliary loss."""
 
 
@@ -148,25 +158,25 @@ class VlaSettings(Table, frozen=True, kw_only=True):
 
     vla_type: Literal["openvla-oft", "openvla", "cosmos-policy"] = "openvla-oft"
     """Model family."""
-    num_envs: int = 1
+    num_envs: Count = 1
     """Simulators."""
     use_proprio: bool = False
     """Proprioception."""
-    proprio_dim: int = 7
+    proprio_dim: NonNegative = 7
     """Its size."""
-    num_images_in_input: int = 1
+    num_images_in_input: NonNegative = 1
     """Images."""
-    training_chunk_size: int = 16
+    training_chunk_size: Positive = 16
     """Chunks per pass."""
     save_video: bool = False
     """Record."""
     continuous: bool = False
     """Continuous simulation."""
-    trace_verbosity: int = 1
+    trace_verbosity: NonNegative = 1
     """Trace level."""
     unnorm_key: str = "libero_10_no_noops"
     """Action stats key."""
-    max_steps: int | None = None
+    max_steps: Positive | None = None
     """Episode cap."""
     use_subprocess: bool | None = None
     """Isolate simulator."""

@@ -3,7 +3,16 @@
 from typing import Literal
 
 from aimaster.settings.parallelism import ParallelismSettings
-from aimaster.settings.table import NonNegativeFloat, Positive, Ratio, Table
+from aimaster.settings.table import (
+    LimitOrAll,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Ratio,
+    Seed,
+    Table,
+)
 
 
 class SamplingSettings(Table, frozen=True, kw_only=True):
@@ -13,9 +22,9 @@ class SamplingSettings(Table, frozen=True, kw_only=True):
     """What the engine samples at; unless given, that of train.train_policy."""
     top_p: Ratio = 1.0
     """Share of the probability that is sampled from."""
-    top_k: int = -1
+    top_k: LimitOrAll = -1
     """Number of likeliest tokens that are sampled from; -1: all."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: PositiveFloat = 1.0
     """Penalty on tokens seen before; 1: none."""
     use_flashinfer: bool = False
     """FlashInfer's sampling kernel."""
@@ -32,7 +41,7 @@ class MultiTurnSettings(Table, frozen=True, kw_only=True):
     """Whether the chat template lets the model think."""
     custom_chat_template_path: str | None = None
     """A chat template of one's own."""
-    max_assistant_turns: int = 5
+    max_assistant_turns: Positive = 5
     """The model speaks at most so often."""
     add_generation_prompt: bool = True
     """Whether the chat template opens the model's turn."""
@@ -66,13 +75,13 @@ class RolloutSettings(Table, frozen=True, kw_only=True):
     """Answers to each prompt: the size of a group."""
     n_generation_to_batch: bool = False
     """Whether a group is unrolled into the batch."""
-    n_generation_mini_batch: int | None = None
+    n_generation_mini_batch: Positive | None = None
     """Parts of a group made at once (diffusion)."""
     batch_size: Positive = 1
     """Prompts in the engine at once."""
     quantization: Literal["none", "fp8"] = "none"
     """Quantisation of the engine's weights."""
-    seed: int | None = None
+    seed: Seed | None = None
     """The engine's seed; 0 or unset is 42."""
     sampling_config: SamplingSettings = SamplingSettings()
     """How the engine samples."""
@@ -90,7 +99,7 @@ class RolloutSettings(Table, frozen=True, kw_only=True):
     """Weights between rollouts in the background."""
     prefetch_rollout: bool = False
     """Fetch prompts ahead."""
-    prefetch_queue_maxsize: int = 2
+    prefetch_queue_maxsize: NonNegative = 2
     """How many ahead."""
     broadcast_all_params: bool = False
     """Whether frozen weights are sent too."""

@@ -4,6 +4,7 @@ Each rule is a generator over a `Case`; it yields a `Wrong`, a `Change`, a `Warn
 these changes in silence. Ours are marked in the resolved configuration with what they follow from.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -73,6 +74,8 @@ class Note(msgspec.Struct, frozen=True):
     text: str
 
 
+TASK_OF_DIGITS = re.compile(r"(sort|add|copy)([1-9][0-9]?)")
+
 Outcome = Wrong | Change | Warn | Note
 Rule = Callable[[Case], Iterator[Outcome]]
 
@@ -118,6 +121,8 @@ def batches(case: Case) -> Iterator[Outcome]:
 
 def checkpoints(case: Case) -> Iterator[Outcome]:
     ckpt, kept = case.job.train.ckpt, case.job.aimaster.snapshots
+    if ckpt.max_keep == 0:
+        yield Wrong("train.ckpt.max_keep", "0 would keep no checkpoint; give at least 1, or -1 for all")
     if ckpt.upload_s3 and not ckpt.s3_bucket:
         yield Wrong("train.ckpt.upload_s3", "needs train.ckpt.s3_bucket")
     if kept.flush_every == 0:
@@ -149,6 +154,28 @@ def dtypes(case: Case) -> Iterator[Outcome]:
         for key, dtype in (("train.param_dtype", train.param_dtype), ("train.master_dtype", train.master_dtype)):
             if dtype != "float32":
                 yield Change(key, "float32", "float32 is the only dtype of useful speed on a CPU")
+
+
+def group(case: Case) -> Iterator[Outcome]:
+    """A group of one has no other answer to be better than; a teacher's log-probs would do without."""
+    if case.grpo is not None and case.job.rollout.n_generation < 2 and not case.job.distillation.enable:
+        text = "1 leaves nothing to compare: GRPO weighs the answers to one prompt against each other; give at least 2"
+        yield Wrong("rollout.n_generation", text)
+
+
+def bounds(case: Case) -> Iterator[Outcome]:
+    """A lower bound above its upper one leaves nothing between."""
+    grpo = case.grpo
+    if grpo is None:
+        return
+    remote = f"{GRPO}.remote_reward.reward_clip_"
+    pairs = (
+        (f"{GRPO}.advantage_low", grpo.advantage_low, f"{GRPO}.advantage_high", grpo.advantage_high),
+        (f"{remote}min", grpo.remote_reward.reward_clip_min, f"{remote}max", grpo.remote_reward.reward_clip_max),
+    )
+    for low_key, low, high_key, high in pairs:
+        if low >= high:
+            yield Wrong(low_key, f"{low} must be below {high_key} = {high}")
 
 
 def rewards(case: Case) -> Iterator[Outcome]:
@@ -267,9 +294,24 @@ def one_temperature(case: Case) -> Iterator[Outcome]:
 
 def answer_room(case: Case) -> Iterator[Outcome]:
     whole, answer = case.job.policy.model_max_length, case.job.rollout.max_response_length
+    prompt = longest_prompt(case.job)
+    if whole <= prompt:
+        prompts = f"a prompt of {case.job.aimaster.task}" if case.job.aimaster.task else "the shortest prompt"
+        text = f"{whole} leaves no room for an answer: {prompts} takes {prompt} of them; give at least {prompt + 1}"
+        yield Wrong("policy.model_max_length", text)
+        return
     if case.given("policy.model_max_length") and answer >= whole:
         text = f"room for an answer is {whole} − prompt tokens, below rollout.max_response_length = {answer}"
         yield Note("policy.model_max_length", text)
+
+
+def longest_prompt(job: JobSettings) -> int:
+    """Tokens of a prompt, as far as they are known before it is read: a fresh model takes one for each character and one to begin."""
+    task = TASK_OF_DIGITS.fullmatch(job.aimaster.task)
+    if task is None or job.aimaster.model is None:
+        return 1
+    digits = int(task[2])
+    return 1 + (2 * digits + 2 if task[1] == "add" else digits + 1)
 
 
 def one_rank_on_cpu(case: Case) -> Iterator[Outcome]:
@@ -362,7 +404,7 @@ def without_effect(case: Case) -> Iterator[Outcome]:
 # Changes first, in an order in which each sees what it follows from.
 RULES: tuple[Rule, ...] = (
     one_rank_on_cpu, fresh_model, dtypes, seeds, correction, distillation, staleness, throttle, one_temperature, checkpoints,
-    compile_for_async_tp, lora, patterns, batches, rewards, uncentralized, balancing, template, placement,
+    compile_for_async_tp, lora, patterns, batches, group, bounds, rewards, uncentralized, balancing, template, placement,
     dapo, answer_room, unused_port, no_effect_on_cpu, without_effect,
 )  # fmt: skip
 

@@ -47,9 +47,14 @@ def read_file(path: Path, problems: list[Problem]) -> Tree:
     except OSError as error:
         problems.append(Problem(key="", where=str(path), text=f"cannot be read: {error.strerror}"))
     except UnicodeDecodeError as error:
-        problems.append(Problem(key="", where=str(path), text=f"is not UTF-8 (byte {error.start}); save it as UTF-8"))
+        text = f"is no text (byte {error.start} is not UTF-8); name a TOML file, saved as UTF-8"
+        problems.append(Problem(key="", where=str(path), text=text))
     except tomllib.TOMLDecodeError as error:
         problems.append(Problem(key="", where=str(path), text=f"is not valid TOML: {error}"))
+    except ValueError:  # a number of thousands of digits
+        problems.append(Problem(key="", where=str(path), text="holds a number of too many digits"))
+    except RecursionError:
+        problems.append(Problem(key="", where=str(path), text="nests lists or tables too deep to be read"))
     else:
         return {key: _mark(value, str(path)) for key, value in document.items()}
     return {}

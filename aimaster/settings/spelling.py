@@ -72,7 +72,10 @@ def read_text(text: str, shape: Shape) -> Any:
     if not (shape.string and not (shape.number or shape.array or shape.map)):
         try:
             value = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
+        except (
+            ValueError,
+            RecursionError,
+        ):  # no TOML, or a number or a nesting beyond all measure: as text it fits no number's key
             value = text
     if shape.array and isinstance(value, str):
         return [part.strip() for part in value.split(",")] if "," in value or not shape.words else value

@@ -2,7 +2,18 @@
 
 from typing import Literal
 
-from aimaster.settings.table import Dtype, NonNegativeFloat, Positive, Table
+from aimaster.settings.table import (
+    Below1,
+    Dtype,
+    LimitOrAll,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Seed,
+    Share,
+    Table,
+)
 from aimaster.settings.train_policy import GrpoSettings, SftSettings
 
 OptimizerName = Literal["AdamW", "Adam"]
@@ -40,11 +51,11 @@ class CkptSettings(Table, frozen=True, kw_only=True):
     """Master switch."""
     save_freq: Positive = 20
     """Every N steps."""
-    save_freq_in_epoch: int = 0
+    save_freq_in_epoch: NonNegative = 0
     """Every N epochs, 0 = off."""
     save_mode: Literal["async", "sync"] = "async"
     """Background or blocking write."""
-    max_keep: int = 5
+    max_keep: LimitOrAll = 5
     """Newest N kept, -1 keeps all."""
     export_safetensors: bool = True
     """HF export at each save, else only at the end."""
@@ -67,31 +78,31 @@ class TrainSettings(Table, frozen=True, kw_only=True):
     """GRPO or SFT block, chosen by type."""
     optm_name: OptimizerName | tuple[OptimizerName, ...] = "AdamW"
     """Optimiser; list allowed for several."""
-    optm_lr: float | tuple[float, ...] | dict[str, float] = 1e-06
+    optm_lr: NonNegativeFloat | tuple[NonNegativeFloat, ...] | dict[str, NonNegativeFloat] = 1e-06
     """Learning rate; list per optimiser, or map module path to rate."""
     optm_impl: OptimizerKernel | tuple[OptimizerKernel, ...] = "fused"
     """Optimiser kernel style."""
     optm_weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay."""
-    optm_betas: tuple[float, float] = (0.9, 0.999)
+    optm_betas: tuple[Below1, Below1] = (0.9, 0.999)
     """Adam betas."""
-    optm_warmup_steps: int | float = 20
+    optm_warmup_steps: NonNegative | Share = 20
     """Warm-up length; float in 0..1 means fraction of total steps."""
-    optm_warmup_start_factor: float = 0.0
+    optm_warmup_start_factor: Share = 0.0
     """First lr as a share of optm_lr."""
-    optm_decay_ratio: float | None = None
+    optm_decay_ratio: Share | None = None
     """Share of all steps spent decaying."""
     optm_decay_type: Literal["sqrt", "cosine", "linear", "none"] | None = None
     """Decay curve."""
-    optm_min_lr_factor: float = 0.0
+    optm_min_lr_factor: Share = 0.0
     """Lr floor as a share."""
     optm_grad_norm_clip: NonNegativeFloat = 1.0
     """Global grad-norm cap."""
     ema_enable: bool = False
     """Keep an averaged copy (diffusers only)."""
-    ema_decay: float = 0.9999
+    ema_decay: Share = 0.9999
     """Averaging factor."""
-    ema_update_step_interval: int = 0
+    ema_update_step_interval: NonNegative = 0
     """Averaging period, 0 = each step."""
     master_dtype: Dtype = "float32"
     """Dtype the optimiser holds."""
@@ -123,7 +134,7 @@ class TrainSettings(Table, frozen=True, kw_only=True):
     """Root; a timestamp directory is appended."""
     timestamp: str = ""
     """Fixes that suffix and the wandb id."""
-    epsilon: float = 1e-06
+    epsilon: PositiveFloat = 1e-06
     """Optimiser epsilon."""
     async_tp_enabled: bool = False
     """Overlap communication of tensor-parallel ranks; needs compile."""
@@ -139,7 +150,7 @@ class TrainSettings(Table, frozen=True, kw_only=True):
     """Park activations on CPU."""
     fa_version: Literal[2, 3] | None = None
     """FlashAttention major version."""
-    seed: int | None = None
+    seed: Seed | None = None
     """Trainer seed."""
     local_dataset: bool | None = True
     """Replicas hold the dataset, controller sends indices only."""

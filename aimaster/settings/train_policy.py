@@ -8,7 +8,17 @@ from typing import Literal
 
 import msgspec
 
-from aimaster.settings.table import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Table
+from aimaster.settings.table import (
+    Below1,
+    LimitOrAll,
+    NonNegative,
+    NonNegativeFloat,
+    OpenShare,
+    Positive,
+    PositiveFloat,
+    Seed,
+    Table,
+)
 
 
 class DatasetSettings(Table, frozen=True, kw_only=True):
@@ -22,7 +32,7 @@ class DatasetSettings(Table, frozen=True, kw_only=True):
     """Branch, tag or commit."""
     split: tuple[str, ...] = ()
     """One or more splits."""
-    test_size: float | int | None = None
+    test_size: Below1 | NonNegative | None = None
     """Hold-out share or count."""
     local_dir: str = ""
     """Local directory."""
@@ -56,7 +66,7 @@ class RemoteRewardSettings(Table, frozen=True, kw_only=True):
     """Total floor."""
     reward_clip_max: float = 5.0
     """Total ceiling."""
-    batch_size: int = 1
+    batch_size: Positive = 1
     """Completions per request."""
 
 
@@ -65,9 +75,9 @@ class OverlongSettings(Table, frozen=True, kw_only=True):
 
     enable_overlong_penalty: bool = False
     """Soft length penalty (DAPO)."""
-    buffer_length: int = 4096
+    buffer_length: NonNegative = 4096
     """Width of the penalty ramp."""
-    penalty_factor: float = 1.0
+    penalty_factor: NonNegativeFloat = 1.0
     """Largest penalty."""
 
 
@@ -82,17 +92,17 @@ class GrpoSettings(Table, frozen=True, kw_only=True, tag_field="type", tag="grpo
     """Where rows come from."""
     dataloader_shuffle: bool = True
     """Shuffle prompts."""
-    dataloader_seed: int = 0
+    dataloader_seed: Seed = 0
     """Shuffle seed."""
     data_dispatch_as_rank_in_mesh: bool = False
     """Route item to replica prompt_idx mod mesh size."""
     enable_dataset_cache: bool = False
     """Cache processed items (COSMOS_CACHE)."""
-    dataloader_num_workers: int = 0
+    dataloader_num_workers: NonNegative = 0
     """Loader subprocesses."""
-    dataloader_prefetch_factor: int | None = None
+    dataloader_prefetch_factor: Positive | None = None
     """Loader look-ahead."""
-    dataloader_batch_size: int | None = 1
+    dataloader_batch_size: Positive | None = 1
     """Controller-side iterator batch."""
     prompt_column_name: str = ""
     """Prompt column."""
@@ -112,21 +122,21 @@ class GrpoSettings(Table, frozen=True, kw_only=True, tag_field="type", tag="grpo
     """Reward fn sees the whole group."""
     temperature: PositiveFloat = 1.0
     """Divides the logits of the trainer, and of the sampler unless rollout.sampling_config gives its own."""
-    epsilon_low: NonNegativeFloat = 0.2
+    epsilon_low: OpenShare = 0.2
     """Lower ratio clip."""
-    epsilon_high: NonNegativeFloat = 0.2
+    epsilon_high: PositiveFloat = 0.2
     """Upper ratio clip (0.28 for clip-higher)."""
     advantage_low: float = -5.0
     """Advantage floor."""
     advantage_high: float = 5.0
     """Advantage ceiling."""
-    positive_nll_coef: float | None = None
+    positive_nll_coef: NonNegativeFloat | None = None
     """Extra NLL on correct samples (VAPO)."""
-    lower_bound_ratio: float = 3.0
+    lower_bound_ratio: PositiveFloat = 3.0
     """Dual-clip constant."""
     loss_type: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "token-sum"] = "token-mean"
     """Loss reduction; token-sum also handled in code."""
-    unbiased_loss_max_tokens: int | None = None
+    unbiased_loss_max_tokens: Positive | None = None
     """Dr.GRPO fixed divisor; only with seq-mean-token-mean."""
     unbiased_advantage: bool = False
     """True skips the std division."""
@@ -138,9 +148,9 @@ class GrpoSettings(Table, frozen=True, kw_only=True, tag_field="type", tag="grpo
     """KL weight; 0 loads no reference model."""
     unbiased_kl_estimate: bool = False
     """Importance-weighted k3."""
-    off_policy_masking_delta: float | None = None
+    off_policy_masking_delta: NonNegativeFloat | None = None
     """Drop bad stale sequences (DeepSeek V3.2)."""
-    aipo_rho: float | None = None
+    aipo_rho: PositiveFloat | None = None
     """Cap on the importance ratio (AIPO)."""
     mu_iterations: Positive = 1
     """Passes over each batch."""
@@ -158,15 +168,15 @@ class GrpoSettings(Table, frozen=True, kw_only=True, tag_field="type", tag="grpo
     """Wait for exact version."""
     uncentralized_training: bool = False
     """Skip the controller for data (colocated only)."""
-    outdated_rollout_fetch_batch_size: int = 0
+    outdated_rollout_fetch_batch_size: NonNegative = 0
     """Prompts still given while throttled; validator sets 128 for dapo when left 0."""
-    max_inflight_steps: int | None = None
+    max_inflight_steps: Positive | None = None
     """Hard ceiling in batches, clamped to at least allowed+1."""
-    min_filter_prefix_tokens: int | None = None
+    min_filter_prefix_tokens: Positive | None = None
     """Mask shared prefixes of at least this many tokens inside a group."""
-    max_retry_for_on_policy: int = -1
+    max_retry_for_on_policy: LimitOrAll = -1
     """Refill tries under filtering, -1 = no limit."""
-    reference_reset_interval: int | None = None
+    reference_reset_interval: Positive | None = None
     """Copy policy into reference every N steps."""
     reset_optimizer_with_reference: bool = True
     """Also wipe optimiser then."""
@@ -174,7 +184,7 @@ class GrpoSettings(Table, frozen=True, kw_only=True, tag_field="type", tag="grpo
     """Weigh loss by token counts over DP."""
     use_decoupled_loss: bool = False
     """Proximal / behaviour split (decoupled PPO)."""
-    behav_imp_weight_cap: float | None = None
+    behav_imp_weight_cap: PositiveFloat | None = None
     """Cap on behaviour weight; above it weight becomes ZERO."""
     rollout_as_token_ids: bool = False
     """Ship ids, not text."""
@@ -195,15 +205,15 @@ class SftSettings(Table, frozen=True, kw_only=True, tag_field="type", tag="sft")
     """Micro-batch rows."""
     dataloader_shuffle: bool = True
     """Shuffle rows."""
-    dataloader_seed: int = 0
+    dataloader_seed: Seed = 0
     """Shuffle seed."""
-    dataloader_batch_size: int | None = 1
+    dataloader_batch_size: Positive | None = 1
     """Controller iterator batch."""
     enable_dataset_cache: bool = False
     """Cache processed rows."""
-    dataloader_num_workers: int = 0
+    dataloader_num_workers: NonNegative = 0
     """Loader subprocesses."""
-    dataloader_prefetch_factor: int | None = None
+    dataloader_prefetch_factor: Positive | None = None
     """Loader look-ahead."""
     dataloader_drop_last: bool = True
     """Drop short tail."""
@@ -217,13 +227,13 @@ class SftSettings(Table, frozen=True, kw_only=True, tag_field="type", tag="sft")
     """Weigh loss by tokens over DP."""
     enable_dp_load_balancing: bool = False
     """Token-balanced batching."""
-    load_balanced_pool_size: int = 32
+    load_balanced_pool_size: Positive = 32
     """Pool per DP rank."""
-    load_balanced_max_tokens_for_batch: int | None = None
+    load_balanced_max_tokens_for_batch: Positive | None = None
     """Token budget."""
     load_balanced_batching_strategy: str = "prefer_closest"
     """FIFO or closest length."""
-    load_balanced_batches_per_optimizer_step: int = 1
+    load_balanced_batches_per_optimizer_step: Positive = 1
     """Accumulation."""
     dataloader_broadcast: bool = False
     """Rank 0 loads, others receive."""
