@@ -1,8 +1,8 @@
 """Looks before anything starts: what would surely fail is said now, all of it at once, in sentences a person can act on.
 
-What the configuration itself tells (paths, columns of JSON lines, devices) the settings have found already; here is what only this
-machine tells: packages, ports, memory, programs. Cheap on purpose: packages are looked for, not imported, and of a Parquet file
-only the footer is read. What these cannot tell is left to the members, which say it in their own words.
+What the configuration itself tells (paths, models, rows, devices) the settings have found already; here is what only this machine
+tells: packages, ports, memory, programs. Cheap on purpose: packages are looked for, not imported. What these cannot tell is left to
+the members, which say it in their own words.
 """
 
 import importlib.util
@@ -12,19 +12,16 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from aimaster.settings import GrpoSettings, JobSettings
+from aimaster.settings import JobSettings
 from aimaster.wire.places import MEMORY_ROOT
 
-FOOTER_BYTES = 64 << 20
 
-
-def check_training(job: JobSettings, base: Path, port: int) -> list[str]:
-    """What would fail of a job of ours; empty when nothing is known to. Relative paths start from `base`."""
+def check_training(job: JobSettings, port: int) -> list[str]:
+    """What would fail of a job of ours; empty when nothing is known to."""
     return [
         *check_memory(),
         *check_port(job.aimaster.host, port),
         *check_packages(job.aimaster.engine),
-        *check_parquet(job, base),
     ]
 
 
@@ -71,48 +68,3 @@ def check_packages(engine: str) -> list[str]:
         remedy = "`pip install 'aimaster-selfheal[vllm]'`, or choose engine = \"hf\""
         troubles.append(f"aimaster.engine is vllm, which is not installed: {remedy}")
     return troubles
-
-
-def check_parquet(job: JobSettings, base: Path) -> list[str]:
-    """Whether the first Parquet file of the data set can have the named columns."""
-    policy = job.train.train_policy
-    if job.aimaster.task or not isinstance(policy, GrpoSettings):
-        return []
-    place = base / (policy.dataset.local_dir or policy.dataset.name)
-    files = [place] if place.is_file() else sorted(place.rglob("*.parquet"))
-    if not files or files[0].suffix != ".parquet":
-        return []
-    try:
-        footer = read_footer(files[0])
-    except (OSError, ValueError) as error:
-        return [f"train.train_policy.dataset.name: {files[0]} cannot be read: {error}"]
-    wanted = (
-        ("prompt_column_name", policy.prompt_column_name),
-        ("response_column_name", policy.response_column_name),
-    )
-    return [
-        f'train.train_policy.{key}: "{column}" is no column of {files[0]}'
-        for key, column in wanted
-        if column and not may_have_column(footer, column)
-    ]
-
-
-def read_footer(file: Path) -> bytes:
-    """The metadata at the end of a Parquet file."""
-    with file.open("rb") as data:
-        size = data.seek(0, os.SEEK_END)
-        if size < 12:
-            raise ValueError("it is too short for a Parquet file")
-        data.seek(-8, os.SEEK_END)
-        tail = data.read(8)
-        if tail[4:] != b"PAR1":
-            raise ValueError("it does not end as a Parquet file does")
-        length = min(int.from_bytes(tail[:4], "little"), size - 8, FOOTER_BYTES)
-        data.seek(-8 - length, os.SEEK_END)
-        return data.read(length)
-
-
-def may_have_column(footer: bytes, column: str) -> bool:
-    """False only when the name, which a schema keeps behind its length, stands nowhere: then there is no such column."""
-    name = column.encode()
-    return (bytes([len(name)]) + name if len(name) < 128 else name) in footer

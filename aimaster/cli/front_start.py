@@ -21,6 +21,7 @@ from aimaster.cli.front_output import OutputFollower
 from aimaster.cli.front_plan import PlanError, command_name, plan_command, plan_training
 from aimaster.cli.front_preflight import check_command, check_training
 from aimaster.cli.front_report import print_summary
+from aimaster.cli.front_resume import check_resume
 from aimaster.cli.reach import RUNS
 from aimaster.clusters.local import Local
 from aimaster.settings import Resolved, to_json
@@ -31,7 +32,7 @@ from aimaster.wire.topology import JobPlan
 def run_training(resolved: Resolved, file: Path, *, run_dir: Path | None, port: int, as_json: bool) -> int:
     """`aimaster run FILE`."""
     job = resolved.job
-    refuse_troubles([*map(str, resolved.obstacles), *check_training(job, Path.cwd(), port)])
+    refuse_troubles([*map(str, resolved.obstacles), *check_training(job, port)])
     drills = read_drills(job.aimaster.drill)
     print_notices(resolved, sys.stderr)
     name = file.stem
@@ -48,8 +49,19 @@ def run_training(resolved: Resolved, file: Path, *, run_dir: Path | None, port: 
         )
 
     check_plan(plan_for, drills)
-    folder = open_folder(run_dir or RUNS / name, name=name, kind="rl", source=(str(file.resolve()),), now=time.time())
+    changes: list[str] = []
+    folder = open_folder(
+        run_dir or RUNS / name,
+        name=name,
+        kind="rl",
+        source=(str(file.resolve()),),
+        now=time.time(),
+        named=run_dir is not None,
+        accept=lambda places: changes.extend(check_resume(places, job)),
+    )
     try:
+        for change in changes:
+            print(f"note: the run goes on with another value: {change}", file=sys.stderr)
         write_atomically(folder.places.resolved, to_json(resolved))
         return conduct(folder, plan_for(folder.info.run_id), drills, port=port, as_json=as_json)
     finally:
@@ -85,7 +97,14 @@ def run_command(
         )
 
     check_plan(plan_for, drills)
-    folder = open_folder(run_dir or RUNS / name, name=name, kind="command", source=tuple(command), now=time.time())
+    folder = open_folder(
+        run_dir or RUNS / name,
+        name=name,
+        kind="command",
+        source=tuple(command),
+        now=time.time(),
+        named=run_dir is not None,
+    )
     try:
         return conduct(folder, plan_for(folder.info.run_id), drills, port=port, as_json=as_json)
     finally:

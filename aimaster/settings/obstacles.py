@@ -4,15 +4,17 @@ A dry run shows these as warnings, since it may be read on another machine; a ru
 """
 
 import importlib.metadata
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from aimaster.settings.datafiles import LINES, data_files, inner_folder, split_of
+import orjson
+
+from aimaster.settings.datafiles import data_files, inner_folder, split_of
 from aimaster.settings.effects import GRPO, REFUSED
 from aimaster.settings.errors import Problem
 from aimaster.settings.job import JobSettings
+from aimaster.settings.rows import rows_trouble
 from aimaster.settings.rules import Case, look
 from aimaster.settings.spelling import as_path
 from aimaster.settings.table import Table
@@ -74,8 +76,9 @@ def _is_reward(name: str) -> bool:
 def _batch(job: JobSettings) -> Iterator[tuple[str, str]]:
     dealt = job.train.train_batch_per_replica * job.policy.parallelism.n_init_replicas
     if dealt % job.rollout.n_generation:
-        text = f"{job.train.train_batch_per_replica} × policy.parallelism.n_init_replicas = {dealt} answers a step is no whole number of groups"
-        yield "train.train_batch_per_replica", f"{text} of rollout.n_generation = {job.rollout.n_generation}"
+        answers = f"{job.train.train_batch_per_replica} × policy.parallelism.n_init_replicas = {dealt} answers a step"
+        groups = f"of rollout.n_generation = {job.rollout.n_generation}"
+        yield "train.train_batch_per_replica", f"{answers} is no whole number of groups {groups}"
 
 
 def _resume(job: JobSettings) -> Iterator[tuple[str, str]]:
@@ -116,28 +119,11 @@ def _dataset(job: JobSettings) -> Iterator[tuple[str, str]]:
         elif not files:
             have = ", ".join(sorted({split_of(file, inner) for file in found}))
             yield f"{GRPO}.dataset.split", f"{inner} holds no {' or '.join(splits)}; it holds {have}"
-    if not files:
-        return
-    for key, column in (
-        ("prompt_column_name", policy.prompt_column_name),
-        ("response_column_name", policy.response_column_name),
-    ):
-        columns = _columns(files[0])
-        if columns is not None and column not in columns:
-            yield f"{GRPO}.{key}", f'"{column}" is no column of {files[0]}, which has {", ".join(sorted(columns))}'
-
-
-def _columns(file: Path) -> set[str] | None:
-    """Columns of the first row; None where they cannot be told without a Parquet reader."""
-    if file.suffix not in LINES:
-        return None
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        line = lines.readline(16 * 1024 * 1024)
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return set()
-    return set(row) if isinstance(row, dict) else set()
+    columns = {
+        f"{GRPO}.prompt_column_name": policy.prompt_column_name,
+        f"{GRPO}.response_column_name": policy.response_column_name,
+    }
+    yield from rows_trouble(files, f"{GRPO}.dataset.local_dir" if policy.dataset.local_dir else name, columns)
 
 
 def _model(job: JobSettings) -> Iterator[tuple[str, str]]:
@@ -152,6 +138,20 @@ def _model(job: JobSettings) -> Iterator[tuple[str, str]]:
         yield key, f"{given} holds no config.json: name a Hugging Face model folder"
     elif not any(True for pattern in WEIGHTS for _ in path.glob(pattern)):
         yield key, f"{given} holds no weights ({', '.join(WEIGHTS)}): download them into it"
+    elif (trouble := _config_trouble(path / "config.json")) is not None:
+        yield key, f"{path / 'config.json'} {trouble}: name a whole Hugging Face model folder"
+
+
+def _config_trouble(file: Path) -> str | None:
+    """Why a config.json is none of a model."""
+    try:
+        config = orjson.loads(file.read_bytes())
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    except orjson.JSONDecodeError as error:
+        return f"is no JSON ({error})"
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    return None if isinstance(kind, str) and kind else "names no model_type"
 
 
 def _devices(case: Case) -> Iterator[tuple[str, str]]:

@@ -87,4 +87,5 @@ def _check_columns(path: Path, have: Iterable[str], prompt_column: str, answer_c
     for key, column in (("prompt_column_name", prompt_column), ("response_column_name", answer_column)):
         if column not in names:
             what = f"train.train_policy.{key} = {column!r}" if column else f"train.train_policy.{key} is empty"
-            raise DataError(f"{what}: {path}{where} has the columns {', '.join(names)}; name one of them")
+            has = f"the columns {', '.join(names)}" if names else "no columns"
+            raise DataError(f"{what}: {path}{where} has {has}; name one that all rows have")

@@ -42,9 +42,28 @@ def test_a_model_folder_needs_a_config_and_weights(tmp_path: Path, files: list[s
     if files is not None:
         folder.mkdir()
         for name in files:
-            (folder / name).write_text("{}", encoding="utf-8")
+            (folder / name).write_text('{"model_type": "llama"}', encoding="utf-8")
     text = texts("--policy.model_name_or_path", str(folder)).get("policy.model_name_or_path")
     assert (text is None) if said is None else (text is not None and said in text)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (b"", "is no JSON"),
+        (b"\x00\x01 garbage", "is no JSON"),
+        (b'{"model_type": ', "is no JSON"),
+        (b"[]", "names no model_type"),
+        (b'{"hidden_size": 64}', "names no model_type"),
+        (b'{"model_type": 3}', "names no model_type"),
+    ],
+)
+def test_a_config_that_is_none_is_told(tmp_path: Path, config: bytes, said: str) -> None:
+    """A config.json that is no JSON, or of no model, is told with its path before a member would fail on it."""
+    (tmp_path / "config.json").write_bytes(config)
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    text = texts("--policy.model_name_or_path", str(tmp_path))["policy.model_name_or_path"]
+    assert text.startswith(f"{tmp_path / 'config.json'} {said}")
 
 
 def test_rows_need_the_named_columns(tmp_path: Path) -> None:
