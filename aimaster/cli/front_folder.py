@@ -7,6 +7,7 @@ The lock is held for the life of the front; the kernel drops it with the process
 import fcntl
 import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,9 @@ from aimaster.wire.topology import JobKind
 State = Literal["running", "finished", "failed", "stopped"]
 TOKEN_ROLES = ("read", "operate", "member")
 NUMBERED_FOLDERS = 10_000
+FIRST_FILES = ("run.json.tmp", "token", "token.tmp")
+FIRST_FOLDERS = ("logs", "storage")
+"""All that a front writes, with run.json, before there is anything to lose: one that was killed there has begun nothing."""
 
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,33 +67,91 @@ class RunFolder:
         os.close(self._lock)
 
 
-def open_folder(wanted: Path, *, name: str, kind: JobKind, source: tuple[str, ...], now: float) -> RunFolder:
-    """Lock and prepare `wanted`, or the first numbered folder beside it that is free; UsageError when a live run is in it."""
+def open_folder(
+    wanted: Path,
+    *,
+    name: str,
+    kind: JobKind,
+    source: tuple[str, ...],
+    now: float,
+    named: bool = False,
+    accept: Callable[[RunPlaces], None] = lambda _: None,
+) -> RunFolder:
+    """Lock and prepare `wanted`, or the first numbered folder beside it that is free; UsageError when a live run is in it.
+
+    `named`: the user asked for this very folder. `accept` may refuse to resume what is there, before anything is changed.
+    """
     for number in range(1, NUMBERED_FOLDERS):
         run = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
         places = RunPlaces(run)
+        lock = _lock(places)
         try:
-            run.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = os.open(places.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            before = read_info(places)
+            _refuse_foreign(places, before, kind, named=named and number == 1)
+            if before is None or resumable(before, kind, source):
+                if before is not None:
+                    accept(places)
+                return _begin(places, before, lock, name=name, kind=kind, source=source, now=now)
         except OSError as error:
-            raise UsageError(
-                f"the run folder {run} cannot be made: {error.strerror}. Name another with --run-dir."
-            ) from error
-        if not _try_lock(lock):
             os.close(lock)
-            raise UsageError(
-                f"the run folder {run} is in use by a live run{_holder(places)}. "
-                f"Look at it with `aimaster status --run-dir {run}`, end it with `aimaster stop --run-dir {run}`, "
-                "or name another folder with --run-dir."
-            )
-        before = read_info(places)
-        if before is None and any(entry.name != "lock" for entry in run.iterdir()):
+            raise unusable(run, error) from error
+        except UsageError:
             os.close(lock)
-            raise UsageError(f"{run} holds files but no run.json: it is not a run folder. Name another with --run-dir.")
-        if before is None or resumable(before, kind, source):
-            return _begin(places, before, lock, name=name, kind=kind, source=source, now=now)
+            raise
         os.close(lock)
     raise UsageError(f"no free run folder beside {wanted}: remove old ones, or name another with --run-dir")
+
+
+def _refuse_foreign(places: RunPlaces, before: RunInfo | None, kind: JobKind, *, named: bool) -> None:
+    """UsageError on a folder of something else, and on one that was asked for but holds an unfinished run of another kind."""
+    run = places.run
+    if before is None and not all(_is_first(entry) for entry in run.iterdir()):
+        raise UsageError(f"{run} holds files but no run.json: it is not a run folder. Name another with --run-dir.")
+    if named and before is not None and before.kind != kind and before.state != "finished":
+        raise UsageError(
+            f"{run} holds an unfinished run of another kind ({_said(before)}). Finish it, or name another folder with --run-dir."
+        )
+
+
+def unusable(run: Path, error: OSError) -> UsageError:
+    """Which file or folder could not be made or written, and why."""
+    where = error.filename if error.filename is not None and str(error.filename) != str(run) else ""
+    return UsageError(
+        f"the run folder {run} cannot be used: {f'{where}: ' if where else ''}{error.strerror}. Name another with --run-dir."
+    )
+
+
+def _lock(places: RunPlaces) -> int:
+    """Make the folder and hold its lock; UsageError when that cannot be, or another does."""
+    try:
+        places.run.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(places.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise unusable(places.run, error) from error
+    try:
+        free = _try_lock(lock)
+    except OSError as error:
+        os.close(lock)
+        raise unusable(places.run, error) from error
+    if not free:
+        os.close(lock)
+        raise UsageError(
+            f"the run folder {places.run} is in use by a live run{_holder(places)}. "
+            f"Look at it with `aimaster status --run-dir {places.run}`, end it with `aimaster stop --run-dir {places.run}`, "
+            "or name another folder with --run-dir."
+        )
+    return lock
+
+
+def _is_first(entry: Path) -> bool:
+    """Whether a front makes it before run.json stands, and nothing is in it yet."""
+    if entry.name in FIRST_FOLDERS:
+        return entry.is_dir() and not any(entry.iterdir())
+    return entry.name == "lock" or (entry.name in FIRST_FILES and entry.is_file())
+
+
+def _said(info: RunInfo) -> str:
+    return f"a command, {' '.join(info.source)}" if info.kind == "command" else f"the job {info.name}"
 
 
 def resumable(before: RunInfo, kind: JobKind, source: tuple[str, ...]) -> bool:

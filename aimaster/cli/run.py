@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 
 from aimaster.cli.exits import UsageError
+from aimaster.cli.options import RunDir
 
 NUMBER = re.compile(r"-[\d.]")
 DOTTED = re.compile(r"--[\w-]+\.[\w.\-]+(=.*)?", re.DOTALL)
@@ -55,7 +56,9 @@ def split_overrides(args: list[str]) -> tuple[list[str], list[str]]:
 @click.command(cls=RunCommand)
 @click.argument("words", nargs=-1, metavar="[FILE]")
 @click.option(
-    "--run-dir", type=click.Path(path_type=Path), help="Run folder. Default: runs/NAME, of the file or command."
+    "--run-dir",
+    type=RunDir(path_type=Path, file_okay=False),
+    help="Run folder. Default: runs/NAME, of the file or command.",
 )
 @click.option(
     "--nproc-per-node", "--nproc_per_node", metavar="N", help="Ranks of the command: a number, cpu, gpu or auto."

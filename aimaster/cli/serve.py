@@ -5,12 +5,13 @@ from pathlib import Path
 import click
 
 from aimaster.cli.exits import UsageError
+from aimaster.cli.options import RunDir
 from aimaster.wire.places import RunPlaces
 
 
 @click.command()
 @click.option(
-    "--run-dir", required=True, type=click.Path(path_type=Path, file_okay=False), help="Run folder with its plan.json."
+    "--run-dir", required=True, type=RunDir(path_type=Path, file_okay=False), help="Run folder with its plan.json."
 )
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port to listen on. Default: a free one.")
 @click.option("--front-pid", type=int, default=None, help="End the run when this process ends.")

@@ -123,3 +123,58 @@ def test_another_kind_of_job_never_goes_on_in_a_folder(tmp_path):
     folder = begin(tmp_path / "x")
     folder.close()
     assert not resumable(folder.info, "command", SOURCE)
+
+
+def test_a_start_that_was_killed_before_its_record_stood_is_taken_over(tmp_path):
+    """Only what a front writes first lies there: nothing was begun, and the folder is used as a new one."""
+    run = tmp_path / "tiny"
+    (run / "logs").mkdir(parents=True)
+    (run / "storage").mkdir()
+    for name in ("lock", "token.tmp", "run.json.tmp"):
+        (run / name).write_text("")
+    folder = begin(run)
+    assert folder.places.run == run
+    assert not folder.resumed
+    folder.close()
+
+
+def test_a_full_storage_without_its_record_is_not_taken(tmp_path):
+    """A checkpoint whose run.json is gone is somebody's work."""
+    (tmp_path / "storage" / "policy").mkdir(parents=True)
+    with pytest.raises(UsageError, match="not a run folder"):
+        begin(tmp_path)
+
+
+def test_a_refused_resumption_changes_nothing(tmp_path):
+    """Whoever refuses to go on does so before the record is written and the summary removed; the folder is free again."""
+    first = begin(tmp_path / "tiny")
+    first.close()
+    first.places.summary.write_text("kept")
+    record = first.places.info.read_bytes()
+
+    def refuse(_):
+        raise UsageError("another configuration")
+
+    with pytest.raises(UsageError, match="another configuration"):
+        open_folder(tmp_path / "tiny", name="tiny", kind="rl", source=SOURCE, now=2.0, accept=refuse)
+    assert (first.places.info.read_bytes(), first.places.summary.read_text()) == (record, "kept")
+    begin(tmp_path / "tiny").close()
+
+
+def test_a_folder_named_by_the_user_that_holds_another_kind_is_refused(tmp_path):
+    """An unfinished job is not passed over in silence for a numbered folder beside it when its very folder was asked for."""
+    begin(tmp_path / "tiny").close()
+    with pytest.raises(UsageError, match="unfinished run of another kind"):
+        open_folder(tmp_path / "tiny", name="x", kind="command", source=("x",), now=2.0, named=True)
+
+
+@pytest.mark.parametrize("name", ["lock", "token.tmp", "run.json.tmp"])
+def test_what_cannot_be_written_is_named(tmp_path, name):
+    """A folder where a file should be: the sentence names it, exit 2, and no traceback."""
+    (tmp_path / name).mkdir()
+    if name != "lock":
+        RunPlaces(tmp_path).info.write_bytes(
+            b'{"run_id":"0a","name":"tiny","kind":"rl","source":["job.toml"],"created_at":1.0}'
+        )
+    with pytest.raises(UsageError, match=f"cannot be used: .*{name}: Is a directory"):
+        begin(tmp_path)
