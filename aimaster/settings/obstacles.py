@@ -10,12 +10,12 @@ from pathlib import Path
 
 import orjson
 
+from aimaster.settings.case import Case, look
 from aimaster.settings.datafiles import data_files, inner_folder, split_of
 from aimaster.settings.effects import GRPO, REFUSED
 from aimaster.settings.errors import Problem
 from aimaster.settings.job import JobSettings
 from aimaster.settings.rows import rows_trouble
-from aimaster.settings.rules import Case, look
 from aimaster.settings.spelling import as_path
 from aimaster.settings.table import Table
 from aimaster.settings.toml_text import toml_value

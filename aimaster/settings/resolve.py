@@ -14,12 +14,12 @@ from typing import Any
 
 import msgspec
 
-from aimaster.settings import rules
+from aimaster.settings.case import Case, Change, Note, Outcome, Warn, Wrong, changed, look
 from aimaster.settings.check import check, known_keys
 from aimaster.settings.errors import Notice, Problem, SettingsError
 from aimaster.settings.job import JobSettings
 from aimaster.settings.obstacles import find_obstacles
-from aimaster.settings.rules import RULES, Case, Change, Note, Outcome, Warn
+from aimaster.settings.rules import RULES
 from aimaster.settings.sources import read_environment, read_file, read_flags
 
 
@@ -65,7 +65,7 @@ def load(
     gpus = count_gpus(environ) if gpus is None else gpus
     case = Case(job=job, sources=frozenset(checked.origins), origins=checked.origins, gpus=gpus)
     case, outcomes = follow(case)
-    wrong = [outcome for outcome in outcomes if isinstance(outcome, rules.Wrong)]
+    wrong = [outcome for outcome in outcomes if isinstance(outcome, Wrong)]
     if wrong:
         raise SettingsError([Problem(key=o.key, where=case.origins.get(o.key, ""), text=o.text) for o in wrong])
     return Resolved(
@@ -87,14 +87,14 @@ def follow(case: Case) -> tuple[Case, list[Outcome]]:
             outcomes.append(outcome)
             if isinstance(outcome, Change):
                 origins = {**case.origins, outcome.key: _follows(case, outcome)}
-                job = rules.changed(case.job, outcome.key, outcome.value)
+                job = changed(case.job, outcome.key, outcome.value)
                 case = msgspec.structs.replace(case, job=job, origins=origins)
     return case, outcomes
 
 
 def _follows(case: Case, change: Change) -> str:
     before = case.origins.get(change.key)
-    return f"{change.text} ({before} gave {rules.look(case.job, change.key)})" if before else change.text
+    return f"{change.text} ({before} gave {look(case.job, change.key)})" if before else change.text
 
 
 def _notices(case: Case, outcomes: Sequence[Outcome], kind: type[Warn] | type[Note]) -> tuple[Notice, ...]:

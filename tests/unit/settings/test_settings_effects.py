@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from aimaster.settings import GrpoSettings, load
+from aimaster.settings.case import look
 from aimaster.settings.check import fields_of, known_keys
 from aimaster.settings.effects import GPU_ONLY, GRPO, HONOURED, REFUSED
-from aimaster.settings.rules import look
 
 READERS = ("rl_runtime", "agents", "aimaster")
 # Read by a name of its own only in a rule that sets another key from it.

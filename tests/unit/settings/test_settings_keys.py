@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from aimaster.settings import JobSettings, SettingsError, load
+from aimaster.settings.case import changed, look
 from aimaster.settings.check import known_keys
 from aimaster.settings.policy import LoraSettings
-from aimaster.settings.rules import changed, look
 from aimaster.settings.toml_text import toml_value
 from aimaster.settings.train_policy import RemoteRewardSettings, SftSettings
 

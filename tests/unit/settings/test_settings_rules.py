@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aimaster.settings import Resolved, SettingsError, load
+from aimaster.settings.case import Case, changed, look
 from aimaster.settings.job import JobSettings
 from aimaster.settings.resolve import follow
-from aimaster.settings.rules import Case, changed, look
 
 GRPO = "train.train_policy"
 
