@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from aimaster.brain import wording
-from aimaster.wire.health import Culprit, Evidence, Finding, Verdict, category
+from aimaster.wire.health import REFUSED, Culprit, Evidence, Finding, Verdict, category, read_refusal
 
 _NAMES: Final = {
     1: "SIGHUP",
@@ -72,6 +72,9 @@ def from_exit(
     """
     code, number = _normal(exit_code, signal)
     culprit = Culprit(node=node, rank=rank, pid=pid)
+    refused = read_refusal(log_tail) if code == REFUSED else None
+    if refused is not None:
+        return _refused(member, culprit, *refused, now)
     found = [one for one in at_the_end(log_findings, now) if one.kind == "sign" and one.role != "benign"]
     own = [one for one in found if one.role == "self" and one.weight >= 20 and one.category != "process.killed"]
     hang = next((one for one in own if one.category == "hang.straggler"), None)
@@ -198,6 +201,22 @@ def _raised(member: str, culprit: Culprit, trace: tuple[str, str, str], now: flo
         traceback=text,
         time_seconds=now,
         evidence=(Evidence(node=culprit.node, time_seconds=now, text=said, sign="python.exception"),),
+    )
+
+
+def _refused(member: str, culprit: Culprit, name: str, why: str, now: float | None) -> Verdict:
+    """It said itself that another start will end the same way."""
+    row = category(name)
+    return Verdict(
+        category=name,
+        culprit=culprit,
+        fault_of="platform" if row.fault_of == "transient" else row.fault_of,
+        action="stop_job",
+        confidence=0.95,
+        summary=f"{member} refuses to run: {why.rstrip('.')}.",
+        advice="Do what the sentence says, then give the same command again; nothing was changed.",
+        time_seconds=now,
+        evidence=(Evidence(node=culprit.node, time_seconds=now, text=why, sign="member.refused"),),
     )
 
 

@@ -232,7 +232,7 @@ def _exited(d: Draft, node: NodeId, event: MemberExited) -> None:
         return
     event = msgspec.structs.replace(event, findings=at_the_end(event.findings, event.at))
     verdict = roots.of_exit(d.state, member, event)
-    echo = is_echo(
+    echo = not roots.has_refused(event) and is_echo(
         roles=(finding.role for finding in event.findings if finding.kind == "sign"),
         is_victim=roots.is_victim(verdict, event),
         was_killed=roots.was_killed(event),

@@ -4,7 +4,7 @@ from typing import Final
 
 from aimaster.brain.diagnose import diagnose, from_exit
 from aimaster.brain.state import Incident, Member, State
-from aimaster.wire.health import Verdict, category
+from aimaster.wire.health import REFUSED, Verdict, category, read_refusal
 from aimaster.wire.messages import MemberExited
 
 NEAR_SECONDS: Final = 60.0
@@ -56,6 +56,11 @@ def is_victim(verdict: Verdict, event: MemberExited) -> bool:
 def was_killed(event: MemberExited) -> bool:
     """SIGKILL comes from outside, whatever its log said before."""
     return event.signal == 9 or event.exit_code in KILLED
+
+
+def has_refused(event: MemberExited) -> bool:
+    """It said why it will not run: no echo, whatever else its log holds."""
+    return event.exit_code == REFUSED and read_refusal("\n".join(event.log_tail)) is not None
 
 
 def _rank(state: State, member: Member) -> int | None:

@@ -77,7 +77,7 @@ def may_be_cut_short(data: bytes) -> bool:
     if len(data) < HEADER.size:
         return True
     _, length, sequence, durable, _ = HEADER.unpack_from(data)
-    return sequence == 1 and durable == 0 and HEADER.size + length > len(data)
+    return bool(sequence == 1 and durable == 0 and HEADER.size + length > len(data))
 
 
 def was_durable(data: bytes, offset: int, sequence: int) -> bool:

@@ -19,6 +19,8 @@ Kind = Literal["sign", "fact", "progress", "end", "announcement"]
 ReadingState = Literal["ok", "bad", "unsupported", "unreadable"]
 Scalar = bool | int | float | str | None
 
+REFUSED: Final = 78
+"""Exit code of a member that will not run however often it is started; the last line of its log is then a `refusal`. (EX_CONFIG of sysexits.)"""
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 ACTIONS: Final[tuple[Action, ...]] = get_args(Action)
 FAULTS: Final[tuple[FaultOf, ...]] = get_args(FaultOf)
@@ -294,3 +296,17 @@ CATEGORIES: Final[dict[str, Category]] = {
 def category(name: str) -> Category:
     """The taxonomy's row, or that of `unknown` for a category a user's own rule invented."""
     return CATEGORIES.get(name, CATEGORIES["unknown"])
+
+
+def refusal(name: str, why: str) -> str:
+    """The last line of a member that ends with `REFUSED`: a category, and a sentence with what to do."""
+    return f"refused [{name}]: {' '.join(why.split())}"
+
+
+def read_refusal(log_tail: str) -> tuple[str, str] | None:
+    """Category and sentence of the last refusal in a log's tail."""
+    for line in reversed(log_tail.splitlines()):
+        name, bracket, why = line.removeprefix("refused [").partition("]: ")
+        if line.startswith("refused [") and bracket and name in CATEGORIES:
+            return name, why
+    return None

@@ -12,6 +12,7 @@ from aimaster.wire.checkpoint import Version
 from aimaster.wire.ids import Incarnation, MemberId
 from aimaster.wire.training import Begin, Candidate, Fresh, Restore
 from rl_runtime.controller.account import Account
+from rl_runtime.controller.errors import LedgerLostError
 from rl_runtime.controller.roll import Roll, Seen
 from rl_runtime.controller.settings import ControllerSettings
 from rl_runtime.records import Rewound
@@ -53,6 +54,8 @@ def choose(
         return None
     if candidate is None and account.floor > 0:
         raise NothingToRestoreError
+    if account.epoch.number == 0:
+        _refuse_without_ledger(fresh)
     step = candidate.version.step if candidate else 0
     rewind = None
     lineage = account.head.lineage
@@ -68,6 +71,16 @@ def choose(
         at=now,
     )
     return founder, rewind
+
+
+def _refuse_without_ledger(fresh: Iterable[tuple[MemberId, Seen]]) -> None:
+    """In a ledger without any epoch nobody ever trained: a snapshot of a later step in this run's own memory tells of a lost one."""
+    in_memory = (
+        candidate.version.step for _, seen in fresh for candidate in seen.candidates if candidate.tier != "storage"
+    )
+    step = max(in_memory, default=0)
+    if step > 0:
+        raise LedgerLostError(step, "a node's memory")
 
 
 def still_stands(founder: Founder, settings: ControllerSettings, roll: Roll, now: float) -> bool:

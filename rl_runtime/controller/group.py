@@ -20,7 +20,7 @@ from aimaster.wire.training import Fresh, Hosting, Reduced, Rehearsed, Turn, Wor
 from rl_runtime.controller import words
 from rl_runtime.controller.account import Account, next_chain
 from rl_runtime.controller.batches import Batch, make_batch, next_prompts, to_filter
-from rl_runtime.controller.errors import LedgerBrokenError
+from rl_runtime.controller.errors import LedgerBrokenError, LedgerLostError, RefusalError, StateLostError
 from rl_runtime.controller.founding import Founder, NothingToRestoreError, choose, still_stands
 from rl_runtime.controller.joining import Joining
 from rl_runtime.controller.lapses import Change, Lapses
@@ -63,6 +63,8 @@ class Group:
         """Newest last."""
         self.stopping = ""
         """Reason of a stop that was asked for."""
+        self.refusal: RefusalError | None = None
+        """Why this run cannot go on at all; the process is to end with it."""
         self.changes = 0
         """Rises with everything that may change somebody's word."""
         self._write_record = write
@@ -75,6 +77,8 @@ class Group:
         self._term = 0
         """Newest of a master that proposed."""
         self._batch: Batch | None = None
+        self._lost_since: float | None = None
+        """Since when nobody who asks has anything that could be restored."""
 
     # -- what happens --------------------------------------------------------------------------------------------------
 
@@ -288,20 +292,27 @@ class Group:
         try:
             chosen = choose(self.account, self.settings, self.roll, now)
         except NothingToRestoreError:
-            self._find(
-                "state.lost",
-                f"no snapshot fits the ledger between step {self.account.floor} and {self.account.head.step}; "
-                "bring back the storage folder or a node's memory, or begin a new run",
-                now,
-            )
+            self._lose_state(now)
+            return False
+        except LedgerLostError as error:
+            self.refusal = error
             return False
         if chosen is None:
             return False
+        self._lost_since = None
         self.founder, rewind = chosen
         if rewind is not None:
             self._write(rewind)
             self._new_head(now)
         return True
+
+    def _lose_state(self, now: float) -> None:
+        """Nothing is invented: others are waited for a while, and then the run is given up with what is missing."""
+        error = StateLostError(self.account.floor, self.account.head.step)
+        self._find(error.category, str(error), now)
+        self._lost_since = now if self._lost_since is None else self._lost_since
+        if now - self._lost_since >= self.settings.lost_patience_seconds:
+            self.refusal = error
 
     # -- joins ---------------------------------------------------------------------------------------------------------
 

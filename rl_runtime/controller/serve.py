@@ -1,6 +1,7 @@
 """The controller as a process: replay the ledger, listen, say where, and serve until told to stop.
 
-Exit code 0 after SIGTERM; 1 with a last line that says why, when the run folder, the configuration or the ledger cannot be used.
+Exit code 0 after SIGTERM. `REFUSED` with a last line that says why and what to do, when the configuration, the data or the ledger
+cannot be used or nothing can be restored: another start would end the same way. 1 for a defect.
 """
 
 import asyncio
@@ -19,12 +20,20 @@ from aimaster.telemetry.logs import set_up_logs
 from aimaster.telemetry.tokens import Tokens, read_tokens
 from aimaster.telemetry.web import Turning
 from aimaster.wire.codec import encode_json
+from aimaster.wire.health import REFUSED, refusal
 from aimaster.wire.ids import Incarnation
 from aimaster.wire.places import ENV_INCARNATION, ENV_NODE, ENV_RUN_DIR, RunPlaces
+from easyckpt.manifest import parse_folder
 from rl_runtime.controller.desk import TICK_SECONDS, Desk
 from rl_runtime.controller.endpoints import make_app
-from rl_runtime.controller.errors import ControllerError, LedgerBrokenError
-from rl_runtime.controller.flushes import watch_flushes
+from rl_runtime.controller.errors import (
+    ControllerError,
+    LedgerBrokenError,
+    LedgerLostError,
+    LedgerUnreadableError,
+    RefusalError,
+)
+from rl_runtime.controller.flushes import ROLE, watch_flushes
 from rl_runtime.controller.ledger import Ledger
 from rl_runtime.controller.prompts import rows_digest
 from rl_runtime.controller.pulse import report_for_ever
@@ -32,7 +41,7 @@ from rl_runtime.controller.settings import ControllerSettings, controller_settin
 from rl_runtime.data import DataError, Rows, load_rows
 from rl_runtime.records import Began
 
-HOLDER_SECONDS = 10.0
+HOLDER_SECONDS = 20.0
 """A killed controller's lock is free at once; one that is being stopped gets so long."""
 
 log = structlog.get_logger("controller")
@@ -50,9 +59,20 @@ def main(run_dir: Path) -> int:
         host = job.aimaster.host
         storage = Path(job.aimaster.snapshots.storage) if job.aimaster.snapshots.storage else places.storage
         return asyncio.run(serve(places, settings, rows, host=host, storage=storage, progress=progress))
-    except (ControllerError, DataError, JournalHeldError, JournalDamagedError) as error:
+    except RefusalError as error:
+        return _refuse(error.category, error)
+    except (DataError, JournalHeldError) as error:
+        return _refuse("app.config", error)
+    except JournalDamagedError as error:
+        return _refuse("data.corrupt", error)
+    except ControllerError as error:
         print(f"controller: {error}", file=sys.stderr)  # noqa: T201 - the last line of its log says why
         return 1
+
+
+def _refuse(category: str, error: Exception) -> int:
+    print(refusal(category, str(error)), file=sys.stderr)  # noqa: T201 - the master reads the last line of the log
+    return REFUSED
 
 
 async def serve(
@@ -72,6 +92,8 @@ async def serve(
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     ledger = await _open_ledger(places.ledger)
     try:
+        if ledger.account.began is None:
+            _refuse_to_begin_again(places.storage)
         ledger.begin(began(settings, rows))
         desk = Desk(settings, ledger, rows, boot=f"{incarnation}-{os.getpid()}")
         tokens = read_tokens(places.token)
@@ -123,7 +145,7 @@ async def _run(
             await desk.ledger.durable(1.0)
             for work in works:
                 work.cancel()
-    except* LedgerBrokenError as broken:
+    except* ControllerError as broken:
         raise broken.exceptions[0] from None
 
 
@@ -132,10 +154,20 @@ async def _tick_for_ever(desk: Desk, progress: Progress, turning: Turning) -> No
         desk.tick()
         if desk.broken is not None:
             raise desk.broken
+        if desk.group.refusal is not None:
+            raise desk.group.refusal
         turning.turn()
         head = desk.ledger.account.head
         progress.beat("idle", step=head.step, lineage=head.lineage)
         await asyncio.sleep(TICK_SECONDS)
+
+
+def _refuse_to_begin_again(storage: Path) -> None:
+    """Where the run's own storage has steps, an empty ledger is a lost one. A storage named by the user may hold another run's."""
+    versions = [parse_folder(path.name) for path in (storage / ROLE).glob("*")]
+    newest = max((version[1] for version in versions if version is not None), default=0)
+    if newest > 0:  # readable or not: only committed steps are flushed
+        raise LedgerLostError(newest, str(storage))
 
 
 async def _open_ledger(folder: Path) -> Ledger:
@@ -149,6 +181,8 @@ async def _open_ledger(folder: Path) -> Ledger:
             if loop.time() >= deadline:
                 raise
             await asyncio.sleep(0.1)
+        except LedgerBrokenError as error:
+            raise LedgerUnreadableError(str(error)) from error
 
 
 def began(settings: ControllerSettings, rows: Rows) -> Began:

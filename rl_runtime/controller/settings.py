@@ -61,6 +61,8 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     join_hold_shortest_seconds: float = 2.0
     gather_seconds: float = 2.0
     """With nobody in, the first candidates are compared for so long before one is chosen."""
+    lost_patience_seconds: float = 20.0
+    """With nothing that could be restored by anybody who asks, others are waited for so long before the run is given up."""
     start_patience_seconds: float = 30.0
     """A new run with too few members begins after so long all the same."""
     founder_patience_seconds: float = 180.0

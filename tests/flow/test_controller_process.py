@@ -16,8 +16,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from aimaster.journal import Journal
 from aimaster.settings import load, to_json
 from aimaster.wire.codec import decode, encode
+from aimaster.wire.health import REFUSED, read_refusal
 from aimaster.wire.ids import Incarnation, MemberId
 from aimaster.wire.messages import DeathNotice
 from aimaster.wire.rollout import CompleteReply, CompleteRequest, Completion, LeaseReply, LeaseRequest, Piece
@@ -391,8 +393,40 @@ def test_a_run_folder_begun_by_another_configuration_is_refused(controller):
     (controller.run / "job.toml").write_text(text)
     (controller.run / "resolved.json").write_bytes(to_json(load(str(controller.run / "job.toml"), [], {})))
     controller.start()
-    assert controller.process.wait(10) == 1
-    assert "n_generation: 2 then, 4 now" in (controller.run / "output.log").read_text()
+    assert controller.process.wait(10) == REFUSED
+    category, why = read_refusal((controller.run / "output.log").read_text())
+    assert category == "app.config"
+    assert "n_generation: 2 then, 4 now" in why
+
+
+@pytest.mark.parametrize("damage", ["in the middle", "all of it"])
+def test_a_damaged_ledger_is_refused_by_name(tmp_path, damage):
+    """No restart loop and no beginning from zero: the last line names the file and what to do."""
+    controller = Controller(tmp_path / "run")
+    (controller.run / "ledger").mkdir()
+    with Journal.open(controller.run / "ledger") as journal:
+        for text in (b"one", b"two", b"three"):
+            journal.append_now([text])
+    (segment,) = (controller.run / "ledger").glob("*.journal")
+    raw = segment.read_bytes()
+    segment.write_bytes(raw.replace(b"two", b"TWO") if damage == "in the middle" else b"x" * len(raw))
+    controller.start()
+    assert controller.process.wait(10) == REFUSED
+    category, why = read_refusal((controller.run / "output.log").read_text())
+    assert category == "data.corrupt"
+    assert str(segment) in why
+    assert "restore the file" in why
+
+
+def test_a_ledger_folder_that_was_removed_is_not_begun_again(tmp_path):
+    """Storage has step 5 of this run: an empty ledger is a lost one, and says so."""
+    controller = Controller(tmp_path / "run")
+    (controller.run / "storage/policy/l000-s000000005-e001").mkdir(parents=True)
+    controller.start()
+    assert controller.process.wait(10) == REFUSED
+    category, why = read_refusal((controller.run / "output.log").read_text())
+    assert category == "data.corrupt"
+    assert "step 5" in why
 
 
 def test_it_starts_without_anything_heavy():

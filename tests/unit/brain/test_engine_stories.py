@@ -6,8 +6,9 @@ import pytest
 from aimaster.brain.events import ControllerPulsed, DrillMarked, FrontGone, StopRequested
 from aimaster.brain.picture import picture
 from aimaster.wire.actions import KillMember, SetPeers, StartMember, StopMember, StopNode
-from aimaster.wire.messages import Found, HangSuspected, Progress
-from tests.fakes.world import RANKS, RL, World, finding, plan_of
+from aimaster.wire.health import REFUSED, refusal
+from aimaster.wire.messages import Found, HangSuspected, MemberExited, Progress
+from tests.fakes.world import RANKS, RL, World, finding, plan_of, process
 
 
 @pytest.fixture
@@ -721,3 +722,29 @@ def test_an_echo_of_a_lone_process_waits_for_nobody():
     lone.die("command-0", signal=None, exit_code=1, findings=(finding("process.killed", role="follower"),))
     assert lone.living() == {"command-0": 1}
     assert the_incident(lone).action == "restart_process"
+
+
+def test_a_controller_that_refuses_to_run_stops_the_job_at_once(rl):
+    """It is never started again, even when its log is full of echoes; the reason is its own sentence."""
+    why = "nothing of ledger/1.journal can be read; restore the file"
+    rl.nodes["node-0"].alive.pop("controller-0")
+    rl.report(
+        "node-0",
+        MemberExited(
+            member="controller-0",
+            role="controller",
+            incarnation=0,
+            process=process("controller-0"),
+            exit_code=REFUSED,
+            signal=None,
+            at=rl.now,
+            expected=False,
+            findings=(finding("process.killed", role="follower"),),
+            log_tail=("connection refused", refusal("data.corrupt", why)),
+        ),
+    )
+    assert ("controller-0", 1) not in rl.started()
+    assert rl.state.ending is not None
+    assert why in rl.state.ending.reason
+    incident = the_incident(rl)
+    assert (incident.verdict.category, incident.action) == ("data.corrupt", "stop_job")

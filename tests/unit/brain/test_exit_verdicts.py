@@ -5,6 +5,7 @@ from msgspec.structs import replace
 
 from aimaster.brain.diagnose import from_exit
 from aimaster.catalogue import load
+from aimaster.wire.health import REFUSED, refusal
 
 CATALOGUE = load()
 TRACE = """step 3
@@ -128,6 +129,16 @@ def test_the_kernels_word_on_the_victim_outweighs_the_bare_signal():
     line = "kernel: Memory cgroup out of memory: Killed process 812 (python) total-vm:1kB, anon-rss:1kB"
     got = verdict(None, signal.SIGKILL, lines=[line])
     assert (got.category, got.action) == ("node.oom_cgroup", "stop_job")
+
+
+def test_a_refusal_is_the_end_and_its_own_sentence():
+    """Another start would end the same way: the job stops with what the member said, whatever echoes its log holds."""
+    tail = GLOO + refusal("data.corrupt", "record 3 of ledger/1.journal is damaged; restore the file")
+    got = verdict(REFUSED, lines=GLOO.splitlines(), tail=tail)
+    assert (got.category, got.action, got.fault_of) == ("data.corrupt", "stop_job", "platform")
+    assert "record 3 of ledger/1.journal is damaged; restore the file" in got.summary
+    assert verdict(REFUSED, tail="refused [no.such]: x").category == "unknown"
+    assert verdict(1, tail=tail).action == "restart_process"
 
 
 def test_a_good_end_is_benign():

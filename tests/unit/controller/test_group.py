@@ -9,6 +9,7 @@ from aimaster.wire.topology import EpochProposal
 from aimaster.wire.training import (
     Aborted,
     Begin,
+    Candidate,
     Committed,
     Compute,
     Computed,
@@ -27,6 +28,7 @@ from aimaster.wire.training import (
     Taken,
     Wait,
 )
+from rl_runtime.controller.errors import LedgerLostError, StateLostError
 from rl_runtime.controller.waiting import waiting_for
 from rl_runtime.records import Committed as CommittedRecord
 from rl_runtime.records import Dealt, EpochOpened, Rewound
@@ -550,8 +552,8 @@ def test_without_any_snapshot_a_young_run_begins_anew_and_replays_all():
     assert arena.account.chains[head] == chain
 
 
-def test_without_any_snapshot_an_old_run_says_so_and_waits():
-    """Nothing is invented: the finding tells what is missing."""
+def test_without_any_snapshot_an_old_run_says_so_waits_a_while_and_gives_up():
+    """Nothing is invented: the finding tells what is missing; who may still bring it has twenty seconds, then the run is refused."""
     arena = arena_at(8)
     assert arena.account.floor > 0
     arena.storage.clear()
@@ -559,7 +561,44 @@ def test_without_any_snapshot_an_old_run_says_so_and_waits():
     for _ in range(10):
         arena.round()
     assert arena.account.epoch.members == ()
-    assert arena.group.findings[-1].category == "state.lost"
+    assert arena.group.findings[-1].category == "data.corrupt"
+    assert arena.group.refusal is None
+    floor, head = arena.account.floor, arena.account.head
+    for _ in range(100):
+        arena.pass_time(1.0)
+        arena.round()
+        if arena.group.refusal is not None:
+            break
+    assert isinstance(arena.group.refusal, StateLostError)
+    assert f"between step {floor} and {head.step}" in str(arena.group.refusal)
+    assert "bring back the storage folder" in str(arena.group.refusal)
+    assert arena.account.head == head
+
+
+def test_who_brings_a_snapshot_back_in_time_is_restored():
+    """The wait is for just that: a member that comes with a snapshot goes on from it."""
+    arena = arena_at(8)
+    storage = list(arena.storage)
+    arena.storage.clear()
+    everything_dies(arena)
+    for _ in range(10):
+        arena.round()
+    assert arena.account.epoch.members == ()
+    arena.storage.extend(storage)
+    for member in arena.members.values():
+        member._fresh()
+    arena.run_until(lambda: arena.account.epoch.members != ())
+    assert arena.group.refusal is None
+
+
+def test_an_empty_ledger_beside_a_later_snapshot_is_a_lost_one():
+    """Beginning again from zero would drop committed steps in silence."""
+    arena = Arena(small_settings())
+    candidate = Candidate(version=Version(0, 7), chain="c", state_digest="d", tier="memory")
+    arena.members[P0].stage = Fresh(candidates=(candidate,))
+    assert not isinstance(tell(arena, P0), Begin)
+    assert isinstance(arena.group.refusal, LedgerLostError)
+    assert "step 7" in str(arena.group.refusal)
 
 
 def test_the_best_candidate_of_all_members_is_restored():
