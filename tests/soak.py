@@ -2,7 +2,7 @@
 
     python -m tests.soak --kills 30 --seed 1 [--steps 300] [--undisturbed 3] [--json]
 
-Passes when the disturbed run finishes, the audit finds nothing lost and nothing trained twice, and the final reward on the
+The undisturbed runs have the same seed, so that they differ by the kills alone. Passes when the disturbed run finishes, the audit finds nothing lost and nothing trained twice, and the final reward on the
 held-out prompts is within 0.1 of the undisturbed mean. Prints a table, and one JSON object as its very last line.
 """
 

@@ -76,9 +76,8 @@ def measure(one: Job, role: str, number: signal.Signals, draw: random.Random, ro
 
 
 def commit_after(one: Job, moment: float) -> float | None:
-    status = one.status()
-    committed = status.figures.get("committed_at", 0.0) if status else 0.0
-    return committed if committed > moment else None
+    pulse = one.pulse()
+    return pulse.committed_at if pulse is not None and pulse.committed_at > moment else None
 
 
 def fresh(one: Job, name: str, known: set[str]) -> IncidentStatus | None:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from aimaster.wire.ids import NodeId
+from aimaster.wire.messages import ControllerPulse
 from aimaster.wire.places import MEMORY_ROOT, RunPlaces
 from aimaster.wire.status import IncidentStatus, JobStatus, MemberStatus
 
@@ -146,11 +147,18 @@ class Job:
 
     def status(self) -> JobStatus | None:
         """The job as its master sees it; None while no master answers."""
+        return self._ask(self.places.master, JobStatus)
+
+    def pulse(self) -> ControllerPulse | None:
+        """The job as its controller sees it; None while no controller answers."""
+        return self._ask(self.places.controller, ControllerPulse)
+
+    def _ask(self, address: Path, kind: type[T]) -> T | None:
         try:
-            url = msgspec.json.decode(self.places.master.read_bytes())["url"]
+            url = msgspec.json.decode(address.read_bytes())["url"]
             request = urllib.request.Request(f"{url}/v1/status", headers={"Authorization": f"Bearer {self.token()}"})
             with urllib.request.urlopen(request, timeout=5) as reply:
-                return msgspec.json.decode(reply.read(), type=JobStatus)
+                return msgspec.json.decode(reply.read(), type=kind)
         except (OSError, urllib.error.URLError, KeyError, msgspec.DecodeError, ValueError):
             return None
 
