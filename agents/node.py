@@ -26,7 +26,7 @@ from agents.keeper import Keeper
 from agents.link import Link, find_master
 from agents.logs import MOST_FINDINGS, LogWatch
 from agents.machine import MachineWatch
-from agents.member import Member
+from agents.member import Member, read_record
 from agents.notices import tell_controller
 from agents.orders import Orders
 from agents.outbox import Outbox
@@ -85,6 +85,7 @@ class Node:
         self._stop_lock = asyncio.Lock()
         """The front's end and the master's order may both stop the node: the second waits for the first to be through."""
         self._remove_memory = False
+        self._starts = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._deaths: dict[tuple[str, bool], int] = {}
         self._shown: tuple[int, tuple[Reading, ...]] = (0, ())
@@ -183,11 +184,14 @@ class Node:
         log.info("agent_ends", node=self.name)
 
     def _write_identity(self) -> None:
-        """agent.pid.json: how shims and the front find the agent of the moment."""
+        """agent.pid.json: how shims and the front find the agent of the moment, and how many there were in this folder."""
+        path = self._folder / "agent.pid.json"
+        before = read_record(path, dict[str, str | int])
+        self._starts = int((before or {}).get("starts", 0)) + 1
         me = identify(os.getpid())
         if me is not None:
-            record = msgspec.to_builtins(me) | {"url": self._endpoints.url}
-            shim.write_whole(f"{self._folder}/agent.pid.json", msgspec.json.encode(record).decode())
+            record = msgspec.to_builtins(me) | {"url": self._endpoints.url, "starts": self._starts}
+            shim.write_whole(str(path), msgspec.json.encode(record).decode())
 
     # -- what the parts tell each other ------------------------------------------------------------------------------
 
@@ -315,6 +319,7 @@ class Node:
             url=self._endpoints.url,
             pid=os.getpid(),
             term_seen=self._orders.term,
+            starts=self._starts,
             members=self.pictures(),
             started={name: member.incarnation for name, member in self._trainer.members.items()},
         )

@@ -149,7 +149,7 @@ def _master_started(d: Draft, event: MasterStarted) -> None:
         d.change(ending=replace(state.ending, deadline_at=deadline))
         return
     occurred_at = event.previous_alive_at or d.now
-    reports.healed_in_place(d, "master", "master", verdicts.master_gone(occurred_at), occurred_at)
+    reports.healed_in_place(d, "master", "master", verdicts.master_gone(occurred_at, d.now - occurred_at), occurred_at)
 
 
 def _attempt_again(d: Draft, plan: JobPlan) -> None:

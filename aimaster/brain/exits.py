@@ -7,8 +7,10 @@ dump with exit 1 is a hang; a bare SIGKILL or SIGTERM is somebody else's doing a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
+
+from msgspec.structs import replace
 
 from aimaster.brain import wording
 from aimaster.wire.health import REFUSED, Culprit, Evidence, Finding, Verdict, category, read_refusal
@@ -31,7 +33,8 @@ ECHO_SECONDS: Final = 60.0
 """What a log said of a peer explains an end that follows this soon; a process that went on longer had lived through it."""
 ECHO_LINES: Final = 20
 """And of a log without times, what stands in its last lines."""
-_CRASHES: Final = {4: "app.segfault", 7: "node.shm_full", 8: "app.segfault", 11: "app.segfault"}
+CRASHES: Final = frozenset({4, 7, 8, 11})
+"""Signals of a crash in native code. SIGBUS too: that /dev/shm is full must be said by somebody who looked, the signal alone does not."""
 _EXCEPTION_LINE = re.compile(
     r"^(?:\[[^\]]*\]:? ?)?(?P<name>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Failure|Fault))(?:: (?P<message>.*))?$"
 )
@@ -39,6 +42,10 @@ _ECHO = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|Timed out waiting \d+ms for|gloo/transport|ncclRemoteError|NCCL error|"
     r"DistBackendError|DistNetworkError|DistStoreError|SignalException|ChildFailedError|Socket closed|Connection refused"
 )
+_RUN_FILE = re.compile(
+    r"[^\s'\"]*(?:/dev/shm/aimaster-[\w-]+|/nodes/[\w.-]+/(?:members|agent|outbox)|/nodes/[\w.-]+$|/token\b)[^\s'\";]*"
+)
+"""Paths that a run makes for itself: a node's two folders and the token file."""
 _DUMP = re.compile(r"^(?:\[[^\]]*\]:? ?)?Timeout \([\d:.]+\)!", re.MULTILINE)
 
 
@@ -72,32 +79,75 @@ def from_exit(
     """
     code, number = _normal(exit_code, signal)
     culprit = Culprit(node=node, rank=rank, pid=pid)
-    refused = read_refusal(log_tail) if code == REFUSED else None
-    if refused is not None:
-        return _refused(member, culprit, *refused, now)
     found = [one for one in at_the_end(log_findings, now) if one.kind == "sign" and one.role != "benign"]
     own = [one for one in found if one.role == "self" and one.weight >= 20 and one.category != "process.killed"]
-    hang = next((one for one in own if one.category == "hang.straggler"), None)
-    if code == 1 and (hang is not None or _DUMP.search(log_tail)):
-        return _verdict(
-            "hang.straggler", culprit, 0.85, f"{member} stopped itself: its training thread made no progress", hang, now
-        )
-    if code == 0 and number is None:
-        return _verdict("benign", culprit, 0.95, f"{member} ended well", None, now)
+    trace = _last_traceback(log_tail)
+    plain = _plain_end(member, culprit, code, number, own, log_tail, now)
+    if plain is not None:
+        return plain
+    if number is None and (gone := _gone_file(trace)):
+        return _without_its_files(member, culprit, f"a file of the run was not there any more: {gone}", now)
     best = max(own, key=lambda one: one.weight, default=None)
     if best is not None and best.weight >= 60:
-        return _said(member, culprit, best, code, number, now)
-    trace = _last_traceback(log_tail)
+        return _said(member, culprit, best, code, number, now, found)
     raised = next((one for one in own if one.category == "app.exception"), None)
     if number is None and raised is not None:
-        return _said(member, culprit, raised, code, number, now)
+        return _said(member, culprit, raised, code, number, now, found)
     if number is None and trace is not None:
         return _raised(member, culprit, trace, now)
     if best is not None and best.weight >= 45 and number != _SIGTERM:
-        return _said(member, culprit, best, code, number, now)
-    if number in _CRASHES:
-        return _verdict(_CRASHES[number], culprit, 0.75, f"{member} was ended by {_name(number)}", best, now)
+        return _said(member, culprit, best, code, number, now, found)
+    if number in CRASHES:
+        return _verdict("app.segfault", culprit, 0.75, f"{member} was ended by {_name(number)}", best, now)
     return _echo_or_killed(member, culprit, code, number, found, log_tail, now)
+
+
+def _plain_end(
+    member: str,
+    culprit: Culprit,
+    code: int | None,
+    number: int | None,
+    own: list[Finding],
+    tail: str,
+    now: float | None,
+) -> Verdict | None:
+    """An end that needs no weighing of words: a refusal, the self-fence, a good end, or one that nobody saw."""
+    refused = read_refusal(tail) if code == REFUSED else None
+    if refused is not None:
+        return _refused(member, culprit, *refused, now)
+    hang = next((one for one in own if one.category == "hang.straggler"), None)
+    if code == 1 and (hang is not None or _DUMP.search(tail)):
+        why = f"{member} stopped itself: its training thread made no progress"
+        return _verdict("hang.straggler", culprit, 0.85, why, hang, now)
+    if code == 0 and number is None:
+        return _verdict("benign", culprit, 0.95, f"{member} ended well", None, now)
+    return _ended_unseen(member, culprit, own, now) if code is None and number is None else None
+
+
+def _ended_unseen(member: str, culprit: Culprit, own: list[Finding], now: float | None) -> Verdict:
+    """Nobody saw how it ended: only what stood in the way of its start counts, never a traceback that it may have lived through."""
+    stood = [one for one in own if one.category != "app.exception" and one.weight >= 45]
+    best = max(stood, key=lambda one: one.weight, default=None)
+    if best is not None:
+        return _said(member, culprit, best, None, None, now, stood)
+    return _without_its_files(
+        member, culprit, "nobody saw how: the files in which that stands are gone, or were never written", now
+    )
+
+
+def _gone_file(trace: tuple[str, str, str] | None) -> str:
+    """The file of the run that an exception names as absent; empty for any other."""
+    if trace is None or not trace[0].endswith(("FileNotFoundError", "NotADirectoryError", "TokenFileError")):
+        return ""
+    found = _RUN_FILE.search(trace[1])
+    return found[0] if found else ""
+
+
+def _without_its_files(member: str, culprit: Culprit, why: str, now: float | None) -> Verdict:
+    """The ground under it was taken away: no fault of the program."""
+    found = _verdict("unknown", culprit, 0.4, f"{member} ended, and {why}", None, now)
+    advice = "Find out who removes files of a run that is going on; what is needed is made again at the restart."
+    return replace(found, fault_of="platform", action="restart_process", advice=advice)
 
 
 def _normal(exit_code: int | None, signal: int | None) -> tuple[int | None, int | None]:
@@ -147,16 +197,23 @@ def _name(number: int) -> str:
 
 
 def _said(
-    member: str, culprit: Culprit, finding: Finding, code: int | None, number: int | None, now: float | None
+    member: str,
+    culprit: Culprit,
+    finding: Finding,
+    code: int | None,
+    number: int | None,
+    now: float | None,
+    found: Sequence[Finding],
 ) -> Verdict:
     row = category(finding.category)
     whole = Culprit(
         node=culprit.node,
         rank=culprit.rank if culprit.rank is not None else finding.subject.rank,
         gpu=finding.subject.gpu,
-        pid=culprit.pid or finding.subject.pid,
+        pid=_pid(culprit, finding, found),
     )
-    how = _name(number) if number is not None else f"exit code {code}"
+    how = "nobody saw how" if code is None and number is None else f"exit code {code}"
+    how = _name(number) if number is not None else how
     return Verdict(
         category=finding.category,
         culprit=whole,
@@ -169,6 +226,16 @@ def _said(
         time_seconds=finding.time_seconds if finding.time_seconds is not None else now,
         evidence=finding.evidence,
     )
+
+
+def _pid(culprit: Culprit, finding: Finding, found: Sequence[Finding]) -> int | None:
+    """The process of the rank that is named. That of a launcher is not its ranks': the launcher's own report tells theirs."""
+    rank = finding.subject.rank
+    if culprit.rank is not None or rank is None:
+        return culprit.pid or finding.subject.pid
+    told = [one for one in found if one.subject.rank == rank and one.subject.pid and one.role != "accusation"]
+    reported = [one for one in told if one.sign.startswith("torch.elastic")]
+    return next((one.subject.pid for one in (*reported, *told)), finding.subject.pid)
 
 
 def _last_traceback(tail: str) -> tuple[str, str, str] | None:

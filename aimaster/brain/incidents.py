@@ -20,12 +20,17 @@ MAX_INCIDENTS: Final = 500
 """Closed ones beyond this are forgotten, oldest first."""
 
 
+COMMANDS_OWN: Final = "unknown: the command's own progress since its last checkpoint"
+"""A wrapped command starts where it itself left off; nobody here knows where that is."""
+
+
 def open_incident(
     d: Draft, kind: SubjectKind, subject: str, verdict: Verdict, occurred_at: float, who: tuple[MemberId, ...]
 ) -> Incident:
     """Open an incident; drills announced for its subject or for members that it takes along are used up."""
     drill = claim_drills(d, subject, *who)
     name = IncidentId(f"i-{d.state.next_incident}")
+    restarts_a_command = d.state.plan.kind == "command" and kind in ("member", "node")
     incident = Incident(
         incident=name,
         subject=subject,
@@ -35,6 +40,7 @@ def open_incident(
         detected_at=d.now,
         drill=drill,
         members=who,
+        lost=COMMANDS_OWN if restarts_a_command else "nothing",
     )
     kept = dict(d.state.incidents)
     closed = [key for key, old in kept.items() if old.resumed_at is not None and old.healed_at is not None]
@@ -63,6 +69,7 @@ def noted(d: Draft, member: Member, verdict: Verdict, occurred_at: float) -> Inc
         decided_at=d.now,
         resumed_at=d.now,
         healed_at=d.now,
+        lost="nothing",
     )
 
 

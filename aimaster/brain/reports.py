@@ -24,6 +24,8 @@ from aimaster.wire.messages import (
 )
 
 MAX_STORED = 16
+MAX_UNSEEN = 20
+"""Ends of agents between two that were met, each an incident of its own; more are one cause."""
 
 # -- the line -----------------------------------------------------------------------------------------------------------
 
@@ -33,7 +35,7 @@ def connected(d: Draft, hello: Hello) -> None:
     old = d.state.nodes[hello.node]
     emptied = old.outbox_id not in ("", hello.outbox_id)
     new_agent = old.agent_pid not in (0, hello.pid)
-    fields = {"url": hello.url, "agent_pid": hello.pid, "seen_at": d.now}
+    fields = {"url": hello.url, "agent_pid": hello.pid, "agent_starts": hello.starts, "seen_at": d.now}
     if old.outbox_id != hello.outbox_id:
         fields |= {"outbox_id": hello.outbox_id, "acknowledged": 0}
     _catch_up(d, hello)
@@ -47,6 +49,10 @@ def connected(d: Draft, hello: Hello) -> None:
         occurred_at = old.seen_at if old.state == "silent" else d.now
         verdict = verdicts.agent_gone(hello.node, occurred_at, old.agent_pid)
         healed_in_place(d, "agent", f"agent-{hello.node}", verdict, occurred_at)
+        unseen = hello.starts - old.agent_starts - 1 if hello.starts and old.agent_starts else 0
+        for _ in range(min(unseen, MAX_UNSEEN)):
+            verdict = verdicts.agent_never_came(hello.node, occurred_at)
+            healed_in_place(d, "agent", f"agent-{hello.node}", verdict, occurred_at)
     for name in open_before:
         if name in d.state.orders:
             d.actions.append(Send(node=hello.node, order=d.state.orders[name][1]))

@@ -2,13 +2,16 @@
 
 from typing import Final
 
+from msgspec.structs import replace
+
 from aimaster.brain.diagnose import diagnose, from_exit
 from aimaster.brain.state import Incident, Member, State
-from aimaster.wire.health import REFUSED, Verdict, category, read_refusal
+from aimaster.wire.health import REFUSED, Finding, Verdict, category, read_refusal
 from aimaster.wire.messages import MemberExited
 
 NEAR_SECONDS: Final = 60.0
 """Faults of a node's hardware this long around a death may explain it."""
+_SIGBUS: Final = 7
 KILLED: Final = frozenset({137, -9})
 """Exit codes that stand for SIGKILL."""
 
@@ -22,7 +25,7 @@ def of_exit(state: State, member: Member, event: MemberExited) -> Verdict:
         event.process.pid if event.process is not None else None,
         event.exit_code,
         event.signal,
-        event.findings,
+        (*event.findings, *_full_memory(state, member, event)),
         log_tail="\n".join(event.log_tail),
         now=event.at,
     )
@@ -39,7 +42,38 @@ def of_exit(state: State, member: Member, event: MemberExited) -> Verdict:
         whole = diagnose((*hardware, *event.findings), event.at)
         if whole.fault_of == "hardware":
             return whole
+    if own.category == "app.segfault" and state.plan.kind == "rl":
+        return _crashed(state, member, own, event.at)
     return own
+
+
+def _crashed(state: State, member: Member, verdict: Verdict, at: float) -> Verdict:
+    """A crash in native code may be of one moment: it is tried again; the same member crashing again will go on doing so."""
+    before = [
+        incident.incident
+        for incident in state.incidents.values()
+        if incident.subject == member.member
+        and incident.verdict.category == verdict.category
+        and not incident.drill
+        and at - incident.occurred_at <= state.plan.restart_window_seconds
+    ]
+    if not before:
+        return replace(verdict, action="restart_process")
+    return replace(verdict, action="stop_job", summary=f"{verdict.summary} It crashed so before ({before[-1]}).")
+
+
+def _full_memory(state: State, member: Member, event: MemberExited) -> tuple[Finding, ...]:
+    """What its node's agent said of a full memory folder around a SIGBUS: the page that could not be had."""
+    if event.signal != _SIGBUS and event.exit_code not in (-_SIGBUS, 128 + _SIGBUS):
+        return ()
+    return tuple(
+        finding
+        for finding in state.findings
+        if finding.category == "node.shm_full"
+        and member.node in (finding.node, finding.subject.node)
+        and finding.time_seconds is not None
+        and abs(finding.time_seconds - event.at) <= NEAR_SECONDS
+    )
 
 
 def of_echoes(incident: Incident, now: float) -> Verdict:

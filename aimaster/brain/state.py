@@ -68,6 +68,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     acknowledged: int = 0
     """Highest report sequence of that outbox that was believed."""
     agent_pid: int = 0
+    agent_starts: int = 0
+    """Agents that have served the node's present folder, as the newest counted them."""
     seen_at: float = 0.0
     """For a silent or lost node: its last word."""
     blamed: bool = False

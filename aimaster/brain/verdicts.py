@@ -1,9 +1,14 @@
 """Verdicts on what no log line speaks of: a lost node, a hang, a member that is gone, a killed agent or master."""
 
+from typing import Final
+
 from aimaster.brain.state import Member
 from aimaster.wire.health import Action, Evidence, Subject, Verdict, category
 from aimaster.wire.ids import NodeId
 from aimaster.wire.messages import HangSuspected
+
+LONG_SILENCE_SECONDS: Final = 6.0
+"""A master that is killed is back sooner; its sign of life comes twice a second."""
 
 
 def node_lost(node: NodeId, silent_since: float, why: str) -> Verdict:
@@ -47,8 +52,20 @@ def agent_gone(node: NodeId, at: float, pid: int) -> Verdict:
     return _verdict("process.killed", Subject(node=node, pid=pid), at, summary, 0.9, (), action="restart_process")
 
 
-def master_gone(at: float) -> Verdict:
-    summary = "the master ended without a word and was started again; it replayed its journal and adopted the living"
+def agent_never_came(node: NodeId, at: float) -> Verdict:
+    """One between two that were met."""
+    summary = f"an agent of {node} ended before it had reached the master, and was started again"
+    return _verdict("process.killed", Subject(node=node), at, summary, 0.8, (), action="restart_process")
+
+
+def master_gone(at: float, silent_seconds: float) -> Verdict:
+    """A stopped or hung one is killed by whoever keeps it up: what is known is how long it had been silent."""
+    ended = (
+        f"gave no sign of life for {silent_seconds:.0f} s before it was started again (stopped, hung, or kept from starting)"
+        if silent_seconds >= LONG_SILENCE_SECONDS
+        else "ended without a word and was started again"
+    )
+    summary = f"the master {ended}; it replayed its journal and adopted the living"
     return _verdict("process.killed", Subject(), at, summary, 0.9, (), action="restart_process")
 
 

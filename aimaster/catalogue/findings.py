@@ -37,8 +37,8 @@ _OWN_ACCUSATIONS: Final = frozenset({"kubernetes", "ray"})
 EXIT_MEANINGS: Final[dict[int, tuple[str, Role, int]]] = {
     -11: ("app.segfault", "self", 45),
     139: ("app.segfault", "self", 45),
-    -7: ("node.shm_full", "self", 45),
-    135: ("node.shm_full", "self", 45),
+    -7: ("app.segfault", "self", 45),
+    135: ("app.segfault", "self", 45),
     -9: ("process.killed", "self", 40),
     137: ("process.killed", "self", 40),
 }

@@ -123,6 +123,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """The agent's own HTTP address."""
     pid: int
     term_seen: Term
+    starts: int = 0
+    """How many agents have served this node in its present folder; 0 where that is not counted."""
     members: tuple[MemberPicture, ...]
     started: dict[MemberId, Incarnation] = {}
     """The newest start of each member on this node, also of those that have ended: no later one may have its number."""

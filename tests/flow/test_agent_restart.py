@@ -107,7 +107,8 @@ async def test_reports_wait_for_a_master_and_are_sent_once(run):
     async with Master(run, term=2) as master:
         for one in started:
             assert (await master.ended(one.member)).signal == 9
-        assert master.hellos[0].term_seen == 1
+        assert (master.hellos[0].term_seen, master.hellos[0].starts) == (1, 2)
+        assert master.hellos[0].started == {one.member: 0 for one in started}
         journal = next(iter(run.journals.values()))
         assert [report.sequence for report in journal] == list(range(1, len(journal) + 1))
         assert len([r for r in journal[before:] if isinstance(r.event, MemberExited)]) == 3

@@ -2,12 +2,21 @@
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
-from aimaster.brain.events import ControllerPulsed, DrillMarked, FrontGone, StopRequested
+from aimaster.brain.events import (
+    AgentConnected,
+    ControllerPulsed,
+    DrillMarked,
+    FrontGone,
+    MasterStarted,
+    StopRequested,
+)
 from aimaster.brain.picture import picture
+from aimaster.wire import PROTOCOL_VERSION
 from aimaster.wire.actions import KillMember, SetPeers, StartMember, StopMember, StopNode
 from aimaster.wire.health import REFUSED, refusal
-from aimaster.wire.messages import Found, HangSuspected, MemberExited, Progress
+from aimaster.wire.messages import Found, HangSuspected, Hello, MemberExited, Progress
 from tests.fakes.world import RANKS, RL, World, finding, plan_of, process
 
 
@@ -748,3 +757,73 @@ def test_a_controller_that_refuses_to_run_stops_the_job_at_once(rl):
     assert why in rl.state.ending.reason
     incident = the_incident(rl)
     assert (incident.verdict.category, incident.action) == ("data.corrupt", "stop_job")
+
+
+@pytest.mark.parametrize("number", [7, 11])
+def test_a_crash_in_native_code_is_tried_once_more_in_place(rl, number):
+    """SIGBUS or SIGSEGV of a member is worth another start; the same member crashing again ends the job, naming the first time."""
+    rl.die("policy-1", signal=number)
+    assert rl.started()[-1] == ("policy-1", 1)
+    first = the_incident(rl)
+    assert (first.verdict.category, first.action) == ("app.segfault", "restart_process")
+    rl.pass_time(30, commit=True)
+    rl.die("rollout-0", signal=number)
+    assert rl.started()[-1] == ("rollout-0", 1)
+    rl.pass_time(30, commit=True)
+    rl.die("policy-1", signal=number)
+    assert rl.state.ending is not None
+    assert f"It crashed so before ({first.incident})" in rl.state.ending.reason
+
+
+def test_a_sigbus_beside_a_full_memory_folder_is_that(rl):
+    """The agent looked and found the memory folder full: then, and only then, the signal means that."""
+    full = replace(finding("node.shm_full"), node="node-1", time_seconds=rl.now)
+    rl.report("node-1", Found(finding=full))
+    rl.die("policy-1", signal=7)
+    assert the_incident(rl).verdict.category == "node.shm_full"
+
+
+def test_what_a_command_lost_is_not_known_here(ranks):
+    """Where a wrapped command left off is its own business: nothing is promised."""
+    ranks.die("rank-1")
+    ranks.pass_time(30)
+    incident = the_incident(ranks)
+    assert incident.healed_at is not None
+    assert incident.lost == "unknown: the command's own progress since its last checkpoint"
+
+
+def test_every_end_of_an_agent_is_an_incident(rl):
+    """Agents count themselves in the node's folder: one that was killed before it had come is told as well, each with its moments in order."""
+    hello = Hello(
+        protocol=PROTOCOL_VERSION,
+        run_id=rl.plan.run_id,
+        node="node-1",
+        outbox_id="node-1-0",
+        url="http://node-1",
+        pid=100,
+        term_seen=1,
+        starts=1,
+        members=rl.pictures("node-1"),
+    )
+    rl.tell(AgentConnected(hello=hello))
+    for pid, starts in ((101, 2), (104, 5)):
+        rl.disconnect("node-1")
+        rl.pass_time(2, commit=True)
+        rl.nodes["node-1"].joining = True
+        rl.tell(AgentConnected(hello=replace(hello, pid=pid, starts=starts, members=rl.pictures("node-1"))))
+        rl.nodes["node-1"].on_line, rl.nodes["node-1"].joining = True, False
+        rl.pass_time(2, commit=True)
+    found = [incident for incident in rl.state.incidents.values() if incident.subject == "agent-node-1"]
+    assert len(found) == 4
+    assert sum("before it had reached the master" in incident.verdict.summary for incident in found) == 2
+    for one in found:
+        assert one.occurred_at <= one.detected_at <= one.decided_at <= one.resumed_at <= one.healed_at
+
+
+def test_a_master_that_was_silent_for_long_is_not_told_as_a_sudden_end(rl):
+    """A stopped one is killed by the front after eight seconds: its silence is told, not an end without a word."""
+    rl.tell(MasterStarted(term=2, plan=rl.plan, attempt=1, previous_alive_at=rl.now - 9.0))
+    rl.tell(MasterStarted(term=3, plan=rl.plan, attempt=1, previous_alive_at=rl.now - 0.6))
+    long, short = (incident.verdict.summary for incident in rl.state.incidents.values())
+    assert "gave no sign of life for 9 s" in long
+    assert "ended without a word" in short

@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from aimaster.brain.diagnose import from_exit
 from aimaster.catalogue import load
-from aimaster.wire.health import REFUSED, refusal
+from aimaster.wire.health import REFUSED, Finding, Subject, refusal
 
 CATALOGUE = load()
 TRACE = """step 3
@@ -117,10 +117,10 @@ def test_its_own_last_words_decide(line, code, category):
 
 @pytest.mark.parametrize(
     ("number", "category"),
-    [(signal.SIGSEGV, "app.segfault"), (signal.SIGBUS, "node.shm_full"), (signal.SIGILL, "app.segfault")],
+    [(signal.SIGSEGV, "app.segfault"), (signal.SIGBUS, "app.segfault"), (signal.SIGILL, "app.segfault")],
 )
 def test_a_crash_signal_names_its_category(number, category):
-    """SIGSEGV is a crash of native code, SIGBUS a full /dev/shm."""
+    """Each is a crash of native code; SIGBUS alone does not say that /dev/shm is full."""
     assert verdict(None, number).category == category
 
 
@@ -129,6 +129,62 @@ def test_the_kernels_word_on_the_victim_outweighs_the_bare_signal():
     line = "kernel: Memory cgroup out of memory: Killed process 812 (python) total-vm:1kB, anon-rss:1kB"
     got = verdict(None, signal.SIGKILL, lines=[line])
     assert (got.category, got.action) == ("node.oom_cgroup", "stop_job")
+
+
+@pytest.mark.parametrize(("code", "number"), [(None, signal.SIGKILL), (137, None), (-9, None)])
+def test_a_kill_fifteen_seconds_after_an_echo_is_a_kill(code, number):
+    """An aborted reduction stands in the log's last lines: the kill that came later has nothing to do with it."""
+    echoes = [replace(one, time_seconds=5.0 - 15.0) for one in said(*GLOO.splitlines())]
+    got = from_exit("policy-0", "n1", 0, 812, code, number, echoes, log_tail=GLOO + ABORT, now=5.0)
+    assert "SIGKILL, and said nothing itself" in got.summary
+    assert "victim" not in got.summary
+
+
+def test_an_end_that_nobody_saw_is_no_exception_of_the_users():
+    """Without exit code and signal a traceback in the log may be one that it lived through: unknown, the platform's, once more."""
+    got = verdict(None, lines=TRACE.splitlines(), tail=TRACE)
+    assert (got.category, got.fault_of, got.action) == ("unknown", "platform", "restart_process")
+    assert "None" not in got.summary
+    full = verdict(None, lines=["OSError: [Errno 28] No space left on device"], tail=TRACE)
+    assert (full.category, full.action) == ("node.disk_full", "stop_job")
+    assert "None" not in full.summary
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "FileNotFoundError: [Errno 2] No such file or directory: '/dev/shm/aimaster-0badcafe-node-0/progress/policy-0'",
+        "FileNotFoundError: [Errno 2] No such file or directory: '/data/run/nodes/node-0/members/policy-0/stacks.txt'",
+        "aimaster.telemetry.tokens.TokenFileError: there is no token file /data/run/token; `aimaster run` makes one",
+    ],
+)
+def test_files_of_the_run_taken_from_under_a_member_are_no_fault_of_the_program(line):
+    """A node folder or the token deleted under it: the platform's, and worth another start; the user's own missing file is the user's."""
+    trace = TRACE.replace("KeyError: 'labels'", line)
+    got = verdict(1, lines=trace.splitlines(), tail=trace)
+    assert (got.category, got.fault_of, got.action) == ("unknown", "platform", "restart_process")
+    own = TRACE.replace(
+        "KeyError: 'labels'", "FileNotFoundError: [Errno 2] No such file or directory: '/data/tokenizer.json'"
+    )
+    assert verdict(1, lines=own.splitlines(), tail=own).action == "stop_job"
+
+
+def test_the_pid_of_a_launchers_rank_is_what_the_launcher_reports():
+    """torchrun (pid 812) names rank 1 as pid 4175: the two are never mixed; without a report no pid is told."""
+    raised = Finding(
+        sign="python.exception",
+        category="app.exception",
+        role="self",
+        weight=70,
+        subject=Subject(rank=1),
+        details={"exception": "KeyError", "message": "'labels'"},
+    )
+    report = Finding(
+        sign="torch.elastic-entry", category="unknown", role="follower", weight=18, subject=Subject(rank=1, pid=4175)
+    )
+    launcher = {"member": "command-0", "node": "n1", "rank": None, "pid": 812, "exit_code": 1, "signal": None}
+    assert from_exit(**launcher, log_findings=[raised, report], now=5.0).culprit == Subject(node="n1", rank=1, pid=4175)
+    assert from_exit(**launcher, log_findings=[raised], now=5.0).culprit == Subject(node="n1", rank=1, pid=None)
 
 
 def test_a_refusal_is_the_end_and_its_own_sentence():
