@@ -1,9 +1,9 @@
 """Soak: one longer run under many seeded kills of every role, master and agents, then the audit; beside it undisturbed runs.
 
-    python -m tests.soak --kills 30 --seed 1 [--steps 300] [--undisturbed 3] [--json]
+    python -m tests.soak --kills 30 --seed 1 [--steps 600] [--undisturbed 3] [--json]
 
-The undisturbed runs have the same seed, so that they differ by the kills alone. Passes when the disturbed run finishes, the audit finds nothing lost and nothing trained twice, and the final reward on the
-held-out prompts is within 0.1 of the undisturbed mean. Prints a table, and one JSON object as its very last line.
+The undisturbed runs have the same seed, so that they differ by the kills alone. Passes when the disturbed run finishes, the audit
+finds nothing lost and nothing trained twice, and the final reward on the held-out prompts is within 0.1 of the undisturbed mean. Prints a table, and one JSON object as its very last line.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--undisturbed", type=int, default=3, help="runs to compare the reward with; 0: no comparison")
     parser.add_argument("--keep", type=Path, help="folder for the runs (default: a temporary one)")
     options = parser.parse_args()
@@ -43,8 +43,7 @@ def main() -> int:
 def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run all, print the table, return the figures."""
     calm = [
-        undisturbed(folder / f"calm-{number}", options.steps, options.seed + 100 + number)
-        for number in range(options.undisturbed)
+        undisturbed(folder / f"calm-{number}", options.steps, options.seed) for number in range(options.undisturbed)
     ]
     run = folder / "disturbed"
     arguments = ["--json", EXAMPLE, *settings(options.steps, options.seed)]
