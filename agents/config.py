@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from aimaster import settings
-from aimaster.telemetry.tokens import read_tokens
+from aimaster.telemetry.tokens import secret_of
 from aimaster.wire.places import RunPlaces
 from aimaster.wire.topology import JobPlan
 
@@ -108,5 +108,5 @@ def read_keeping(places: RunPlaces) -> Keeping:
 
 def bearer(path: Path) -> dict[str, str]:
     """The header with which an agent shows itself to master, controller and peers; raises TokenFileError."""
-    secret = read_tokens(path).secrets.get("member")
+    secret = secret_of(path, "member")
     return {"Authorization": f"Bearer {secret}"} if secret else {}

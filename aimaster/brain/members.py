@@ -68,9 +68,9 @@ def choose(d: Draft, incident: Incident, member: Member) -> Action:
 
 def _act(d: Draft, incident: Incident, member: Member, action: Action) -> None:
     if action == "stop_job":
-        spent = (
-            "" if incident.verdict.action == "stop_job" else f" (all {d.state.plan.max_restarts} restarts are used up)"
-        )
+        allowed = d.state.plan.max_restarts
+        limit = f" (all {allowed} restarts are used up)" if allowed else " (no restart is allowed)"
+        spent = "" if incident.verdict.action == "stop_job" else limit
         endings.begin(d, "failed", f"{incident.verdict.summary or member.member + ' died'}{spent}")
         return
     window = d.state.plan.restart_window_seconds

@@ -1,18 +1,18 @@
 """`aimaster run FILE --dry-run`: the resolved configuration with each value's origin, and what is to be said of it.
 
-The configuration goes to `stream`, as TOML that reads back as the same; warnings and notes go to `talk`. Nothing is started.
+The configuration goes to `stream`, as TOML that reads back as the same, or as JSON; warnings and notes go to `talk`. Nothing is started.
 """
 
 import sys
 from typing import TextIO
 
-from aimaster.settings import Resolved, render_resolved
+from aimaster.settings import Resolved, render_resolved, to_json
 
 
-def print_dry_run(resolved: Resolved, stream: TextIO, talk: TextIO | None = None) -> None:
+def print_dry_run(resolved: Resolved, stream: TextIO, talk: TextIO | None = None, *, as_json: bool = False) -> None:
     """Print both; absent paths and devices are warnings here."""
     talk = talk or sys.stderr
-    stream.write(render_resolved(resolved))
+    stream.write(to_json(resolved, mask=True).decode() + "\n" if as_json else render_resolved(resolved))
     stream.flush()
     print_notices(resolved, talk)
     for obstacle in resolved.obstacles:

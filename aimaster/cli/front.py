@@ -10,6 +10,7 @@ Whatever the programs leave behind becomes a child of this process (subreaper) a
 nobody: master, agents and shims watch it and end by themselves, and the same command resumes.
 """
 
+import contextlib
 import os
 import select
 import shutil
@@ -23,7 +24,7 @@ import msgspec
 
 from aimaster.cli.front_display import Display, IncidentTeller
 from aimaster.cli.front_drills import Drill, Engine, due, inflict, step_of
-from aimaster.cli.front_folder import RunFolder
+from aimaster.cli.front_folder import RunFolder, write_atomically
 from aimaster.cli.front_link import MasterLink, await_predecessors, child_ends, hung, tail
 from aimaster.cli.front_output import OutputFollower
 from aimaster.cli.front_signals import Signals
@@ -64,6 +65,7 @@ class Front:
         self._folder, self._plan, self._display = folder, plan, display
         self._places = folder.places
         self._link = MasterLink(self._places)
+        self._token = self._places.token.read_bytes()
         self._teller = IncidentTeller(display)
         self._follower = follower
         self._rewards = Rewards(folder.info.reward_before)
@@ -144,6 +146,7 @@ class Front:
                 self._display.note(f"{name}: flushing and stopping; once more kills at once")
 
     def _look(self, now: float) -> None:
+        self._keep_token()
         first = self._status is None
         status = self._ask()
         if status is None:
@@ -163,6 +166,13 @@ class Front:
         if self._ending_since is None:
             self._mind_silent_agents(status, now)
             self._inflict_drills(status)
+
+    def _keep_token(self) -> None:
+        """Programs that run keep what they read; those that are started again have to find it."""
+        if not self._places.token.exists():
+            with contextlib.suppress(OSError):  # a full disk or a folder that is gone has its own words elsewhere
+                write_atomically(self._places.token, self._token)
+                self._display.note(f"{self._places.token} was gone; it is written again")
 
     def _ask(self) -> JobStatus | None:
         """The run now, kept as its newest picture; None when the master does not answer."""

@@ -14,12 +14,12 @@ from typing import Any, Literal
 import msgspec
 
 from aimaster.cli.exits import UsageError
+from aimaster.telemetry.tokens import ROLES, TokenFileError, read_tokens
 from aimaster.wire.ids import RunId
 from aimaster.wire.places import RunPlaces
 from aimaster.wire.topology import JobKind
 
 State = Literal["running", "finished", "failed", "stopped"]
-TOKEN_ROLES = ("read", "operate", "member")
 NUMBERED_FOLDERS = 10_000
 FIRST_FILES = ("run.json.tmp", "token", "token.tmp")
 FIRST_FOLDERS = ("logs", "storage")
@@ -190,11 +190,25 @@ def _begin(
         )
     for folder in (places.logs, places.storage):
         folder.mkdir(mode=0o700, exist_ok=True)
-    if not places.token.exists():
-        write_atomically(places.token, "".join(f"{role}={secrets.token_hex(32)}\n" for role in TOKEN_ROLES).encode())
+    _keep_token(places.token)
     places.summary.unlink(missing_ok=True)
     write_atomically(places.info, msgspec.json.encode(info))
     return RunFolder(places, info, lock, resumed=before is not None)
+
+
+def _keep_token(file: Path) -> None:
+    """Make secrets where there are none; UsageError on a file that the programs would refuse, before they are started to do so."""
+    if not file.exists() or (file.is_file() and not file.read_bytes().strip()):
+        write_atomically(file, "".join(f"{role}={secrets.token_hex(32)}\n" for role in ROLES).encode())
+        return
+    try:
+        missing = [role for role in ROLES if role not in read_tokens(file).secrets]
+    except TokenFileError as error:
+        raise UsageError(str(error)) from error
+    if missing:
+        raise UsageError(
+            f"the token file {file} has no line for {', '.join(missing)}; delete it, and a new one is made"
+        )
 
 
 def read_info(places: RunPlaces) -> RunInfo | None:

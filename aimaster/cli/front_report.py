@@ -10,13 +10,16 @@ from aimaster.cli.front_summary import Summary
 from aimaster.cli.render import seconds, table
 
 
-def print_summary(summary: Summary, *, as_json: bool, stream: TextIO | None = None) -> None:
+def print_summary(
+    summary: Summary, *, as_json: bool, stream: TextIO | None = None, with_traceback: bool = True
+) -> None:
+    """`with_traceback`: False where it was seen already, in the output of a wrapped command."""
     stream = stream or sys.stdout
     if as_json:
         stream.write(msgspec.json.encode(summary).decode() + "\n")
         stream.flush()
         return
-    if summary.failure is not None and summary.failure.traceback:
+    if with_traceback and summary.failure is not None and summary.failure.traceback:
         stream.write(summary.failure.traceback.rstrip() + "\n\n")
     stream.flush()
     table(("run", summary.name), summary_rows(summary), stream)
@@ -40,6 +43,8 @@ def summary_rows(summary: Summary) -> Iterator[tuple[str, str]]:
             yield "because", failure.sentence
         if failure.advice:
             yield "advice", failure.advice
+        for line in failure.candidates:
+            yield "candidate", line
     for member, end in summary.children.items():
         yield member, f"signal {end.signal}" if end.signal else f"exit code {end.exit_code}"
     if summary.kind == "rl":

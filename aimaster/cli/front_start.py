@@ -24,7 +24,7 @@ from aimaster.cli.front_report import print_summary
 from aimaster.cli.front_resume import check_resume
 from aimaster.cli.reach import RUNS
 from aimaster.clusters.local import Local
-from aimaster.settings import Resolved, to_json
+from aimaster.settings import JobSettings, Resolved, to_json
 from aimaster.wire.ids import RunId
 from aimaster.wire.topology import JobPlan
 
@@ -37,17 +37,7 @@ def run_training(resolved: Resolved, file: Path, *, run_dir: Path | None, port: 
     print_notices(resolved, sys.stderr)
     name = file.stem
 
-    def plan_for(run_id: RunId) -> JobPlan:
-        return plan_training(
-            job,
-            run_id=run_id,
-            name=name,
-            python=sys.executable,
-            cwd=os.getcwd(),
-            front_pid=os.getpid(),
-            steps=job.train.max_num_steps,
-        )
-
+    plan_for = training_plan(job, name)
     check_plan(plan_for, drills)
     changes: list[str] = []
     folder = open_folder(
@@ -66,6 +56,28 @@ def run_training(resolved: Resolved, file: Path, *, run_dir: Path | None, port: 
         return conduct(folder, plan_for(folder.info.run_id), drills, port=port, as_json=as_json)
     finally:
         folder.close()
+
+
+def training_plan(job: JobSettings, name: str) -> Callable[[RunId], JobPlan]:
+    """What makes the plan of a job of ours, once the run has its identity."""
+
+    def plan_for(run_id: RunId) -> JobPlan:
+        return plan_training(
+            job,
+            run_id=run_id,
+            name=name,
+            python=sys.executable,
+            cwd=os.getcwd(),
+            front_pid=os.getpid(),
+            steps=job.train.max_num_steps,
+        )
+
+    return plan_for
+
+
+def check_drill(job: JobSettings, file: Path) -> None:
+    """UsageError when the job cannot be planned, or its drill is none or does not fit; starts nothing."""
+    check_plan(training_plan(job, file.stem), read_drills(job.aimaster.drill))
 
 
 def run_command(
@@ -139,7 +151,12 @@ def conduct(folder: RunFolder, plan: JobPlan, drills: Sequence[Drill], *, port: 
     with contextlib.suppress(BrokenPipeError):  # it is kept in the run folder, and the exit code still counts
         # A stdout whose reader stands still would hold the summary up.
         stuck = not as_json and follower is not None and bool(follower.unshown())
-        print_summary(summary, as_json=as_json, stream=sys.stderr if stuck else sys.stdout)
+        print_summary(
+            summary,
+            as_json=as_json,
+            stream=sys.stderr if stuck else sys.stdout,
+            with_traceback=follower is None or stuck,
+        )
     return summary.exit_code
 
 

@@ -5,7 +5,7 @@ Made purely from the last picture of the run, the rewards seen on the way and th
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -16,6 +16,10 @@ from aimaster.wire.status import IncidentStatus, JobStatus
 
 Outcome = Literal["finished", "failed", "stopped"]
 EXIT_OF_OUTCOME: dict[Outcome, int] = {"finished": 0, "failed": 1, "stopped": 130}
+
+
+CANDIDATES: Final = 5
+UNKNOWN_ADVICE: Final = "Its output holds no line that tells more; see it whole with `aimaster logs`."
 
 
 class IncidentLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +53,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     sentence: str
     advice: str
     traceback: str
+    candidates: tuple[str, ...] = ()
+    """Lines of its output that may tell more, where no sign explains it."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,8 +171,9 @@ def failure_of(incidents: Sequence[IncidentStatus], status: JobStatus | None) ->
         rank=verdict.culprit.rank,
         node=verdict.culprit.node or nodes.get(MemberId(incident.subject)),
         sentence=verdict.summary,
-        advice=verdict.advice,
+        advice=verdict.advice if verdict.candidates or verdict.category != "unknown" else UNKNOWN_ADVICE,
         traceback=verdict.traceback,
+        candidates=tuple(line.text for line in verdict.candidates[:CANDIDATES]),
     )
 
 

@@ -10,7 +10,7 @@ import click
 
 from aimaster.cli.exits import UsageError
 from aimaster.cli.options import asks_master
-from aimaster.cli.reach import Target, find
+from aimaster.cli.reach import Target, find, has_ended
 from aimaster.wire.places import RunPlaces
 
 FOLLOW_SECONDS = 0.25
@@ -20,7 +20,7 @@ BLOCK_BYTES = 1 << 16
 @click.command()
 @click.argument("member")
 @asks_master
-@click.option("-f", "--follow", is_flag=True, help="Go on as more is printed.")
+@click.option("-f", "--follow", is_flag=True, help="Go on as more is printed, until the run ends.")
 @click.option(
     "-n",
     "--lines",
@@ -36,8 +36,13 @@ def logs(member: str, master: str | None, run_dir: Path | None, follow: bool, li
     offset = print_end(file, lines)
     while follow:
         sys.stdout.flush()
-        time.sleep(FOLLOW_SECONDS)
+        over = target.run is not None and has_ended(target.run)  # looked at before the file: it holds all by then
         offset = print_from(file, offset)
+        if over:
+            sys.stdout.flush()
+            click.echo("the run has ended", err=True)
+            return
+        time.sleep(FOLLOW_SECONDS)
 
 
 def log_file(target: Target, member: str) -> Path:

@@ -14,11 +14,14 @@ from typing import Any, NoReturn
 import msgspec
 
 from aimaster.cli.exits import MasterUnreachableError, UsageError
+from aimaster.telemetry.tokens import Role, TokenFileError, parse_tokens
 from aimaster.wire.places import ENV_MASTER_URL, RunPlaces
 from aimaster.wire.status import JobStatus
 
 RUNS = Path("runs")
 ASK_SECONDS = 5.0
+GONE = ("dead", "stopped", "finished")
+"""States of a member that does not run."""
 
 
 class MasterPlace(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +41,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     run: Path | None
     """The run folder, where it is known."""
     token: str
+    trouble: str = ""
+    """What is wrong with the token file; said when the token is needed."""
     source: str
     """`--master`, `AIMASTER_URL`, `--run-dir runs/x`, `the newest run runs/x`."""
 
@@ -68,18 +73,18 @@ def alive(place: MasterPlace | None) -> bool:
     return ticks is not None and place.start_ticks in (0, ticks)
 
 
-def read_token(run: Path | None, environ: Mapping[str, str], role: str = "operate") -> str:
-    """The secret of a role from AIMASTER_TOKEN_FILE, else from RUN/token; empty when there is none."""
+def read_token(run: Path | None, environ: Mapping[str, str], role: Role = "operate") -> str:
+    """The secret of a role from AIMASTER_TOKEN_FILE, else from RUN/token; empty when there is none. TokenFileError on a damaged file."""
     file = environ.get("AIMASTER_TOKEN_FILE")
     path = Path(file) if file else (RunPlaces(run).token if run is not None else None)
     if path is None:
         return ""
     try:
-        lines = path.read_text(encoding="ascii").splitlines()
-    except OSError:
+        return parse_tokens(path, path.read_bytes()).secrets.get(role, "")
+    except FileNotFoundError:
         return ""
-    secrets = dict(line.split("=", 1) for line in lines if "=" in line)
-    return secrets.get(role, "")
+    except OSError as error:
+        raise TokenFileError(f"the token file {path} cannot be read: {error.strerror}") from error
 
 
 def newest_run(runs: Path, *, live: bool) -> Path | None:
@@ -99,7 +104,7 @@ def find(master: str | None, run_dir: Path | None, environ: Mapping[str, str] = 
     if master or environ.get(ENV_MASTER_URL):
         url, source = (master, "--master") if master else (environ[ENV_MASTER_URL], ENV_MASTER_URL)
         run = run_dir or _run_of_url(str(url))
-        return Target(url=str(url).rstrip("/"), run=run, token=read_token(run, environ), source=f"{source} {url}")
+        return _with_token(str(url).rstrip("/"), run, f"{source} {url}", environ)
     if run_dir is not None:
         if not RunPlaces(run_dir).info.exists():
             raise UsageError(
@@ -121,7 +126,14 @@ def find(master: str | None, run_dir: Path | None, environ: Mapping[str, str] = 
 def _target(run: Path, source: str, environ: Mapping[str, str]) -> Target:
     place = read_master(run)
     url = place.url if place is not None and alive(place) else ""
-    return Target(url=url, run=run, token=read_token(run, environ), source=source)
+    return _with_token(url, run, source, environ)
+
+
+def _with_token(url: str, run: Path | None, source: str, environ: Mapping[str, str]) -> Target:
+    try:
+        return Target(url=url, run=run, token=read_token(run, environ), source=source)
+    except TokenFileError as error:
+        return Target(url=url, run=run, token="", trouble=str(error), source=source)
 
 
 def _run_of_url(url: str) -> Path | None:
@@ -175,6 +187,8 @@ def ask_target(target: Target, method: str, path: str, body: Mapping[str, Any] |
     """As `ask`, for a verb: any failure ends the command with a sentence and exit code 3."""
     if not target.url:
         unreachable(target, "its master does not run")
+    if target.trouble:
+        raise UsageError(target.trouble)
     try:
         return ask(target.url, target.token, method, path, body)
     except RefusedError as error:
@@ -199,9 +213,29 @@ def picture(target: Target) -> JobStatus:
 
 
 def last_picture(run: Path) -> JobStatus | None:
-    """The status a run ended with, or None when it did not end (or another record stands there)."""
+    """The status a run ended with, told as of one that has ended; None when it did not end (or another record stands there)."""
     try:
         summary = json.loads(RunPlaces(run).summary.read_bytes())
-        return msgspec.convert(summary["status"], type=JobStatus)
+        status = msgspec.convert(summary["status"], type=JobStatus)
+        outcome = str(summary["outcome"])
     except (OSError, ValueError, KeyError, TypeError, msgspec.ValidationError):
         return None
+    # The front looked last while some were still on their way out; none of them is there any more.
+    members = tuple(
+        msgspec.structs.replace(
+            member, state=member.state if member.state in GONE else "stopped", process=None, progress=None
+        )
+        for member in status.members
+    )
+    return msgspec.structs.replace(status, state=outcome, members=members)
+
+
+def has_ended(run: Path) -> bool:
+    """Whether nobody drives the run any more: its front has marked its end or is gone, and its master is gone."""
+    if alive(read_master(run)):
+        return False
+    try:
+        info = json.loads(RunPlaces(run).info.read_bytes())
+        return info["state"] != "running" or start_ticks(int(info["front_pid"])) is None
+    except (OSError, ValueError, KeyError, TypeError):
+        return True

@@ -4,7 +4,7 @@ On a terminal: colours (unless NO_COLOR) and its width. Elsewhere: plain text, n
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from aimaster.wire.checkpoint import SnapshotPlace
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PLAIN_WIDTH = 10_000
+NARROW_WIDTH = 60
+"""On a narrower terminal a table is a list of its cells."""
 TIERS = ("shm", "peer", "storage")
 STATE_COLOURS = {
     "running": "green",
@@ -24,6 +26,7 @@ STATE_COLOURS = {
     "suspected": "yellow",
     "silent": "yellow",
     "stopping": "yellow",
+    "stopped": "yellow",
     "dead": "red",
     "lost": "red",
     "failed": "red",
@@ -41,22 +44,36 @@ def console(stream: TextIO | None = None) -> "Console":
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], stream: TextIO | None = None) -> None:
-    """Print rows under headings; a cell that is a known state word takes its colour."""
+    """Print rows under headings; a cell that is a known state word takes its colour. On a narrow terminal, each cell has its line."""
     from rich.table import Table
     from rich.text import Text
 
+    out = console(stream)
+    if out.width < NARROW_WIDTH:
+        out.file.writelines(f"{line}\n" for line in cells(columns, rows))
+        out.file.flush()
+        return
     drawn = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
     for column in columns:
         drawn.add_column(column, overflow="fold")
     for row in rows:
         drawn.add_row(*(Text(cell, style=STATE_COLOURS.get(cell, "")) for cell in row))
-    out = console(stream)
     with out.capture() as captured:
         out.print(drawn)
     # rich pads every line to the width of the table.
     for line in captured.get().splitlines():
         out.file.write(line.rstrip() + "\n")
     out.file.flush()
+
+
+def cells(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """`heading: cell` lines, a row's others below its first; empty cells are left out. A table of two columns names its own rows."""
+    for row in rows:
+        if len(columns) == 2:
+            yield f"{row[0]}: {row[1]}"
+            continue
+        shown = [f"{column}: {cell}" for column, cell in zip(columns, row, strict=True) if cell]
+        yield from (line if position == 0 else f"  {line}" for position, line in enumerate(shown))
 
 
 def seconds(value: float | None) -> str:

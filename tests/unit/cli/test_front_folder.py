@@ -178,3 +178,29 @@ def test_what_cannot_be_written_is_named(tmp_path, name):
         )
     with pytest.raises(UsageError, match=f"cannot be used: .*{name}: Is a directory"):
         begin(tmp_path)
+
+
+def test_an_empty_token_file_is_made_anew(tmp_path):
+    """Without secrets nobody would be asked for one."""
+    first = begin(tmp_path / "tiny")
+    first.close()
+    first.places.token.write_text("")
+    begin(tmp_path / "tiny").close()
+    assert len(first.places.token.read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("data", "mode", "says"),
+    [(b"\xff\xfe\x00", 0o600, "role=hex"), (b"read=" + b"a" * 32, 0o600, "no line for"), (None, 0o644, "chmod 600")],
+)
+def test_a_token_file_that_no_program_would_take_is_refused_at_once(tmp_path, data, mode, says):
+    """Damaged, without a role, or readable by others: said once, before anything starts, and the record stays as it was."""
+    first = begin(tmp_path / "tiny")
+    first.close()
+    record = first.places.info.read_bytes()
+    if data is not None:
+        first.places.token.write_bytes(data)
+    first.places.token.chmod(mode)
+    with pytest.raises(UsageError, match=says):
+        begin(tmp_path / "tiny")
+    assert first.places.info.read_bytes() == record

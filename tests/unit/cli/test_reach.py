@@ -12,7 +12,9 @@ from aimaster.cli import reach
 from aimaster.cli.app import main
 from aimaster.cli.exits import MasterUnreachableError, UsageError
 from aimaster.cli.front_folder import open_folder
+from aimaster.cli.status import member_row
 from aimaster.wire.ids import MemberId, NodeId
+from aimaster.wire.messages import Progress
 from aimaster.wire.status import JobStatus, MemberStatus
 
 STATUS = JobStatus(
@@ -130,8 +132,8 @@ def test_the_token_comes_from_the_run_or_from_a_file(here):
     kept = dict(line.split("=") for line in places.token.read_text().splitlines())
     assert reach.read_token(places.run, {}, "read") == kept["read"]
     other = here / "secret"
-    other.write_text("operate=ff\n")
-    assert reach.read_token(places.run, {"AIMASTER_TOKEN_FILE": str(other)}) == "ff"
+    other.write_text("operate=" + "f" * 32 + "\n")
+    assert reach.read_token(places.run, {"AIMASTER_TOKEN_FILE": str(other)}) == "f" * 32
     assert reach.read_token(None, {}) == ""
 
 
@@ -164,7 +166,7 @@ def test_stop_asks_with_the_token_of_the_run(master, capsys):
 def test_a_refusal_is_shown_in_the_master_s_words(master, capsys, here):
     """What the master answers to a wrong token is shown, with exit code 3 and how it was found."""
     secret = here / "secret"
-    secret.write_text("operate=00\n")
+    secret.write_text("operate=" + "0" * 32 + "\n")
     os.environ["AIMASTER_TOKEN_FILE"] = str(secret)
     try:
         assert run_main("status") == 3
@@ -192,4 +194,52 @@ def test_a_run_that_has_ended_shows_its_last_picture(here, capsys):
     places = make_run("a", live=False)
     places.summary.write_bytes(msgspec.json.encode({"outcome": "failed", "status": STATUS}))
     assert run_main("status", "--run-dir", str(places.run)) == 0
-    assert "tiny degraded" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "tiny failed" in said
+    assert "last picture" in said
+
+
+def test_of_a_run_that_was_stopped_nothing_is_told_as_if_it_went_on(here):
+    """Its state is how it ended, and no member is in a phase: the last look at it fell in the middle of the stop."""
+    places = make_run("a", live=False)
+    beat = Progress(phase="startup", step=3)
+    member = msgspec.structs.replace(STATUS.members[0], state="running", progress=beat)
+    status = msgspec.structs.replace(STATUS, state="stopping", members=(member,))
+    places.summary.write_bytes(msgspec.json.encode({"outcome": "stopped", "status": status}))
+    last = reach.last_picture(places.run)
+    assert last is not None
+    assert (last.state, last.members[0].state, last.members[0].progress) == ("stopped", "stopped", None)
+    assert "startup" not in member_row(msgspec.structs.replace(member, state="finished"))
+
+
+def test_stop_and_logs_of_a_run_that_has_ended(here, capsys):
+    """`stop` says so and exits 0, since it is as wished; `logs -f` shows what there is and returns."""
+    places = make_run("a", live=False)
+    info = json.loads(places.info.read_bytes()) | {"state": "finished"}
+    places.info.write_text(json.dumps(info))
+    places.summary.write_bytes(msgspec.json.encode({"outcome": "finished", "status": STATUS}))
+    (places.logs / "master.log").write_text("hello\n")
+    assert run_main("stop", "--run-dir", str(places.run)) == 0
+    assert "ended already: finished" in capsys.readouterr().err
+    assert run_main("logs", "-f", "master", "--run-dir", str(places.run)) == 0
+
+
+def test_a_run_whose_front_and_master_are_gone_has_ended(here):
+    """However its record stands; a living front or master says otherwise."""
+    places = make_run("a")
+    assert not reach.has_ended(places.run)
+    make_run("b", live=False)
+    assert not reach.has_ended(reach.RUNS / "b")
+    info = json.loads((reach.RUNS / "b" / "run.json").read_bytes()) | {"front_pid": 2**22 + 1}
+    (reach.RUNS / "b" / "run.json").write_text(json.dumps(info))
+    assert reach.has_ended(reach.RUNS / "b")
+
+
+def test_a_damaged_token_file_is_a_sentence_where_the_token_is_needed(master, capsys):
+    """`stop` says what is wrong with the file, exit 2; `logs` does not need it."""
+    places, _ = master
+    places.token.write_bytes(b"\xff\xfe\x00")
+    assert run_main("stop") == 2
+    assert f"the token file {places.token} has a line that is not role=hex" in capsys.readouterr().err
+    (places.logs / "master.log").write_text("hello\n")
+    assert run_main("logs", "master") == 0

@@ -1,11 +1,16 @@
 """The command line of `aimaster run`: what belongs to the user's command, what overrides a key, what is an option."""
 
+import json
 import os
+from pathlib import Path
 
 import pytest
 
+from aimaster.cli.app import main
 from aimaster.cli.exits import UsageError
 from aimaster.cli.run import count_ranks, split_overrides
+
+TINY = Path(__file__).parents[3] / "examples" / "tiny.toml"
 
 
 @pytest.mark.parametrize(
@@ -36,3 +41,25 @@ def test_nproc_per_node_speaks_the_words_of_torchrun(monkeypatch):
     assert count_ranks("cpu") == count_ranks("auto") == os.cpu_count()
     with pytest.raises(UsageError, match="no GPU"):
         count_ranks("gpu")
+
+
+def test_a_dry_run_as_json_is_one_document(capsys):
+    """The configuration alone on stdout; and a drill that is none is refused, exit 2, as a real start would."""
+    with pytest.raises(SystemExit) as ended:
+        main(["run", str(TINY), "--dry-run", "--json"])
+    assert ended.value.code == 0
+    assert json.loads(capsys.readouterr().out)["job"]["aimaster"]["task"] == "sort6"
+    for drill in ("nonsense", "kill:policy-9@3"):
+        with pytest.raises(SystemExit) as ended:
+            main(["run", str(TINY), "--dry-run", "--drill", drill])
+        assert ended.value.code == 2
+        assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("words", [("run", str(TINY)), ("status",), ("stop",), ("serve",)])
+def test_an_empty_run_folder_is_no_folder(words, capsys):
+    """`--run-dir ""` comes of an unset variable; it never means the working folder."""
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--run-dir", ""])
+    assert ended.value.code == 2
+    assert "the path is empty" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
 from prometheus_client import CollectorRegistry, Gauge
 
-from aimaster.telemetry.tokens import ROLES, TokenFileError, Tokens, may, read_tokens
+from aimaster.telemetry.tokens import ROLES, TokenFileError, Tokens, may, read_tokens, secret_of
 from aimaster.telemetry.web import Turning, add_health, explain_errors, guard, is_loopback, reply_json
 from aimaster.wire import codec
 from aimaster.wire.checkpoint import Version
@@ -41,6 +41,10 @@ def test_a_token_file_gives_a_secret_for_each_role(tmp_path):
         ("read=" + "a" * 32, 0o644, "may be read by others"),
         ("boss=" + "a" * 32, 0o600, "role=hex"),
         ("read=short", 0o600, "role=hex"),
+        ("read=" + "ü" * 32, 0o600, "role=hex"),
+        ("\x00\x01 garbage ö", 0o600, "role=hex"),
+        ("", 0o600, "is empty"),
+        ("\n\n", 0o600, "is empty"),
     ],
 )
 def test_a_token_file_that_cannot_be_trusted_is_refused(tmp_path, text, mode, says):
@@ -49,8 +53,23 @@ def test_a_token_file_that_cannot_be_trusted_is_refused(tmp_path, text, mode, sa
         read_tokens(token_file(tmp_path, text, mode))
 
 
-def test_without_a_file_there_are_no_tokens(tmp_path):
-    assert read_tokens(tmp_path / "none") == Tokens()
+def test_without_a_file_no_server_starts(tmp_path):
+    """No token is no authentication, and that is refused."""
+    with pytest.raises(TokenFileError, match="no token file"):
+        read_tokens(tmp_path / "none")
+
+
+def test_a_client_keeps_what_it_read(tmp_path):
+    """A token file that is deleted or damaged in a live run changes nothing for those that have read it; a new one is taken."""
+    path = token_file(tmp_path, "".join(f"{role}={secret}\n" for role, secret in SECRETS.items()))
+    assert secret_of(path, "member") == SECRETS["member"]
+    path.write_text("garbage")
+    assert secret_of(path, "member") == SECRETS["member"]
+    path.unlink()
+    assert secret_of(path, "member") == SECRETS["member"]
+    token_file(tmp_path, "member=" + "b" * 32)
+    assert secret_of(path, "member") == "b" * 32
+    assert secret_of(tmp_path / "none", "member") == ""
 
 
 @pytest.mark.parametrize(
@@ -127,15 +146,16 @@ async def test_health_gives_a_reason_for_each_check():
         await client.close()
 
 
-async def test_without_tokens_only_this_machine_may_ask():
-    """A run without a token file trusts loopback and nobody else."""
+async def test_without_tokens_nobody_may_ask():
+    """A server that has no secrets lets nobody in, from this machine neither; health stays open there."""
     check = guard(Tokens(), lambda _: "read")
 
     async def handler(_: web.Request) -> web.Response:
         return web.Response(text="fine")
 
-    def ask(remote: str) -> web.Request:
-        return make_mocked_request("GET", "/v1/status").clone(remote=remote)
+    def ask(remote: str, path: str = "/v1/status") -> web.Request:
+        return make_mocked_request("GET", path).clone(remote=remote)
 
-    assert (await check(ask("127.0.0.1"), handler)).status == 200
+    assert (await check(ask("127.0.0.1"), handler)).status == 401
     assert (await check(ask("10.0.0.3"), handler)).status == 401
+    assert (await check(ask("127.0.0.1", "/healthz"), handler)).status == 200
