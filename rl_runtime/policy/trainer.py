@@ -69,10 +69,13 @@ class Trainer:
         self._micro_rows = micro_rows
         self._seed = seed
         self._device = torch.device(device)
+        self._beat: Beat = _nothing
         model.module.to(self._device)
         self._parameters = nn.Parameter(_flatten(model.module, self._device))
         self.gradient = torch.zeros_like(self._parameters, requires_grad=False)
         _attach_gradients(model.module, self.gradient)
+        if self._device.type == "cpu":
+            self._beat_in_blocks()
         self._first_moment = torch.zeros_like(self.gradient)
         self._second_moment = torch.zeros_like(self.gradient)
         self._largest_norm = optimizer.largest_norm
@@ -104,6 +107,7 @@ class Trainer:
         if share.number in self.shares:
             return
         torch.manual_seed(share_seed(self._seed, self.batch.step, share.number))
+        self._beat = beat
         for micro in micro_batches(share.samples, rows=self._micro_rows, packed=self.model.lays_out):
             beat()
             mask = micro.mask.to(self._device)
@@ -122,6 +126,7 @@ class Trainer:
             self.figures.kl += float(parts.kl_sum)
             self.figures.clipped += float(parts.clipped_sum)
             self.figures.tokens += float(mask.sum())
+        self._beat = _nothing
         self.shares.add(share.number)
 
     def apply(self, reduced: Tensor, *, learning_rate: float) -> float:
@@ -160,6 +165,19 @@ class Trainer:
             "optimizer": {"step": self._optimizer_step},
         }
 
+    def _beat_in_blocks(self) -> None:
+        """Beat at each block of the model, there and back: on a CPU one pass takes seconds, and a silence of seconds looks like a hang."""
+
+        def passed(_block: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
+            self._beat()
+            hidden = output[0] if isinstance(output, tuple) else output
+            if hidden.requires_grad:
+                hidden.register_hook(lambda _gradient: self._beat())  # type: ignore[no-untyped-call]
+
+        lists = [part for part in self.model.module.modules() if isinstance(part, nn.ModuleList)]
+        for block in max(lists, key=len, default=()):
+            block.register_forward_hook(passed)
+
     def _logprobs(self, micro: MicroBatch, mask: Tensor) -> Tensor:
         """Return log-probs of the completion tokens; logits are made at those only."""
         layout = micro.layout
@@ -177,6 +195,10 @@ class Trainer:
 
     def _token_logprobs(self, hidden: Tensor, targets: Tensor) -> Tensor:
         return token_logprobs(self.model.logits(hidden), targets, temperature=self._loss.temperature)
+
+
+def _nothing() -> None:
+    """Stand for a beat while no share is computed."""
 
 
 def share_seed(seed: int, step: int, share: int) -> int:

@@ -18,7 +18,7 @@ from rl_runtime.models.folder import FolderModel
 from rl_runtime.rollout.engines import Ending, Generation, Request
 from rl_runtime.rollout.sampling import sample, uniforms
 
-READ_TOKENS = 512
+READ_TOKENS = 128
 """Prompts are read so many tokens at a time, with a beat between: a long silence would look like a hang."""
 
 
