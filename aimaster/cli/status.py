@@ -63,6 +63,8 @@ def show(now: JobStatus, *, as_json: bool, last: bool = False) -> None:
 
 def member_row(member: MemberStatus) -> tuple[str, ...]:
     progress = member.progress if member.state not in GONE else None
+    if progress is not None and member.role == "command" and not progress.beats:
+        progress = None  # a command that does not report is in no phase that is known
     return (
         member.member,
         member.node,

@@ -17,7 +17,7 @@ from aimaster.client import Progress, start_member
 from aimaster.journal import JournalDamagedError, JournalHeldError
 from aimaster.settings import from_json
 from aimaster.telemetry.logs import set_up_logs
-from aimaster.telemetry.tokens import Tokens, read_tokens
+from aimaster.telemetry.tokens import TokenFileError, Tokens, read_tokens
 from aimaster.telemetry.web import Turning
 from aimaster.wire.codec import encode_json
 from aimaster.wire.health import REFUSED, refusal
@@ -61,7 +61,7 @@ def main(run_dir: Path) -> int:
         return asyncio.run(serve(places, settings, rows, host=host, storage=storage, progress=progress))
     except RefusalError as error:
         return _refuse(error.category, error)
-    except (DataError, JournalHeldError) as error:
+    except (DataError, JournalHeldError, TokenFileError) as error:
         return _refuse("app.config", error)
     except JournalDamagedError as error:
         return _refuse("data.corrupt", error)

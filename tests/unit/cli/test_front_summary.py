@@ -10,7 +10,7 @@ from aimaster.cli.front_display import decided_sentence, resumed_sentence
 from aimaster.cli.front_folder import RunInfo
 from aimaster.cli.front_report import print_summary
 from aimaster.cli.front_summary import ChildEnd, Rewards, Summary, failure_of, seconds_lost, summarize
-from aimaster.wire.health import Subject, Verdict
+from aimaster.wire.health import Evidence, Subject, Verdict
 from aimaster.wire.ids import MemberId, NodeId, RunId
 from aimaster.wire.status import IncidentStatus, JobStatus, MemberStatus
 
@@ -160,3 +160,24 @@ def test_an_incident_is_told_in_two_sentences():
     told = incident(start=10.0, end=12.5)
     assert decided_sentence(told) == "incident i-1: policy-1 (rank 1) app.exception: ValueError: no -> restart_process"
     assert resumed_sentence(told) == "incident i-1: going on 2.50 s after it; lost: nothing"
+
+
+def test_a_traceback_that_was_passed_on_is_not_printed_again():
+    """A wrapped command has shown it itself; what it meant is told all the same."""
+    out = io.StringIO()
+    made = summary(incident("i-1", "rank-1", action="stop_job", end=None))
+    print_summary(made, as_json=False, stream=out, with_traceback=False)
+    assert "Traceback" not in out.getvalue()
+    assert "app.exception" in out.getvalue()
+
+
+def test_an_unexplained_end_shows_its_candidate_lines_or_does_not_speak_of_them():
+    """Advice to look at lines comes with the lines."""
+    advice = "No sign explains this; look at the candidate lines."
+    bare = Verdict(category="unknown", advice=advice)
+    told = Verdict(category="unknown", advice=advice, candidates=(Evidence(text="odd words"),))
+    for verdict, shown, absent in ((bare, "aimaster logs", "candidate"), (told, "odd words", "aimaster logs")):
+        out = io.StringIO()
+        print_summary(summary(incident("i-1", action="stop_job", end=None, verdict=verdict)), as_json=False, stream=out)
+        assert shown in out.getvalue()
+        assert absent not in out.getvalue()
