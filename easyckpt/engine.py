@@ -149,6 +149,9 @@ class Checkpointer:
         header = self._header(history, captured, epoch=epoch, chain=chain, flush=marked)
         slot = self._saver.claim(header)
         if slot is not None:
+            if slot.overwritten in self._unflushed:
+                # It was to go to storage and nobody came for it in time: this one goes in its place.
+                marked, header = True, msgspec.structs.replace(header, flush=True)
             self._saves += 1
             self._history = history
             self._last_marked = step if marked else self._last_marked
@@ -326,12 +329,13 @@ class Checkpointer:
 
     def _hear_sidecar(self, event: Event) -> None:
         """Runs on the thread that reads the helper's words."""
-        if event.kind == "flush_committed":
+        if event.kind in ("flush_committed", "flush_found"):
             done = (event.lineage, event.step)
             with self._changed:
                 passed = [version for version in self._unflushed if version < done]
                 self._unflushed = [version for version in self._unflushed if version > done]
-                self._pace.saw_flush(event.seconds)
+                if event.kind == "flush_committed":
+                    self._pace.saw_flush(event.seconds)
                 self._flushed = max(self._flushed or (0, 0), done)
                 self._changed.notify_all()
             for version in passed:

@@ -21,6 +21,7 @@ Kind = Literal[
     "save_exposed",
     "tensor_moved",
     "flush_committed",
+    "flush_found",
     "flush_failed",
     "flush_superseded",
     "copy_received",

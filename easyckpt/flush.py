@@ -126,6 +126,11 @@ class Flusher:
         self.tidy()
         return record
 
+    @property
+    def newest(self) -> Version | None:
+        """The newest version that is known to be on storage, whoever flushed it."""
+        return max(self._flushed or (), default=None)
+
     def tidy(self) -> list[str]:
         """Deletes what retention lets go. A failure is told as an event and never fatal."""
         try:

@@ -144,7 +144,10 @@ def run(settings: Settings) -> None:
     closing = False
     for word in _words(settings.parent):
         closing = word == "close"
-        _flush_all(flusher)
+        if _flush_all(flusher) and flusher.newest is not None and word:
+            # Another writer may have been faster: the trainer hears what is there, whoever brought it.
+            lineage, step = flusher.newest
+            events.emit(Event(kind="flush_found", lineage=lineage, step=step, tier="storage"))
     # Whatever the interval: the newest state must not depend on this node's memory any longer.
     if _flush_all(flusher, marked_only=False) and closing:
         _remove_own(Path(settings.folder), settings.member)

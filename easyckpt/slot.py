@@ -25,6 +25,8 @@ class Slot:
         self.prefix_bytes = 0
         self.data_bytes = 0
         self.version: Version | None = shm.peek(path)
+        self.overwritten: Version | None = None
+        """What the last claim took away."""
         self._fd = -1
         self._memory: mmap.mmap | None = None
         self._touched = False
@@ -102,6 +104,7 @@ class Slot:
         with shm.locked(self._fd, str(self.path)):
             shm.refuse_pinned(self.path)
             os.pwrite(self._fd, layout.UNSEALED, 0)
+        self.overwritten = self.version if self.version is not None else self.overwritten
         self.version = None
 
     def seal(self, header: SegmentHeader) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import threading
 import time
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from easyckpt import Checkpointer, read_weights, shm
 from easyckpt.errors import Corrupt, EasyckptError, SaveFailed, Torn, Unsealed
+from easyckpt.flush import Flusher
 from easyckpt.replica import open_for_send, receive
 
 LARGE = 300  # a square of this many floats is copied by the thread
@@ -249,6 +251,34 @@ def test_the_last_state_is_flushed_at_the_end_whatever_the_interval(engine, tmp_
     assert checkpointer.events.counts["flush_committed"] == 2
     checkpointer.close()
     assert [one.step for one in engine(tmp_path).candidates()] == [5, 4, 1]
+
+
+def test_a_marked_step_that_was_overwritten_before_its_flush_passes_its_mark_on(engine, tmp_path):
+    """The helper is stopped while steps 1 to 4 are saved and only step 1 is marked: a later one goes to storage in its place, and wait ends."""
+    checkpointer = engine(tmp_path, flush_every=100)
+    checkpointer._sidecar.start()
+    os.kill(checkpointer._sidecar.pid, signal.SIGSTOP)
+    for step in range(1, 5):
+        checkpointer.save(step, {"w": torch.ones(3)})
+        checkpointer._saver.settle(30)
+    os.kill(checkpointer._sidecar.pid, signal.SIGCONT)
+    checkpointer.wait(30)
+    assert checkpointer.events.counts["flush_committed"] == 1
+    assert checkpointer.events.counts["flush_superseded"] == 1
+    assert [path.name for path in (tmp_path / "trainer").iterdir()] == ["l000-s000000003-e000"]
+
+
+def test_a_step_that_another_writer_flushed_is_done(engine, tmp_path, folder):
+    """Two helpers on one storage: the slower one finds the step there and says so, and nobody waits for it in vain."""
+    checkpointer = engine(tmp_path)
+    checkpointer._sidecar.start()
+    os.kill(checkpointer._sidecar.pid, signal.SIGSTOP)
+    checkpointer.save(1, {"w": torch.ones(3)})
+    checkpointer._saver.settle(30)
+    assert Flusher(folder, tmp_path).flush_newest().step == 1
+    os.kill(checkpointer._sidecar.pid, signal.SIGCONT)
+    checkpointer.wait(30)
+    assert checkpointer.events.counts["flush_committed"] == 0
 
 
 def test_a_failed_flush_is_raised_by_the_next_save_which_still_saves(engine, tmp_path):
