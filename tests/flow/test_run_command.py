@@ -100,6 +100,26 @@ def test_a_reader_that_goes_away_does_not_end_the_job(tmp_path):
     assert json.loads((tmp_path / "run" / "summary.json").read_bytes())["outcome"] == "finished"
 
 
+def test_a_reader_that_stands_still_holds_nothing_up(tmp_path):
+    """`aimaster run ... | less` left alone: signals are heeded and everything ends, and what was not shown is said with its file."""
+    run = tmp_path / "run"
+    script = write(tmp_path, "import time\nprint('x' * 1_000_000, flush=True)\ntime.sleep(300)\n")
+    words = [*AIMASTER, "run", "--run-dir", str(run), "--", PYTHON, script]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as front:
+        assert front.stderr is not None
+        output = run / "nodes" / "node-0" / "members" / "command-0" / "output.log"
+        until(lambda: output.exists() and output.stat().st_size > 1_000_000, "the command has printed", 30)
+        front.send_signal(signal.SIGINT)
+        assert front.stderr.readline().startswith(b"aimaster: run train")
+        assert b"flushing and stopping" in front.stderr.readline()
+        front.send_signal(signal.SIGINT)
+        assert front.wait(30) == 130
+        said = front.stderr.read().decode()
+    assert f"bytes of output were not shown; all of it is in {output}" in said
+    assert "outcome" in said  # the summary went where there is a reader
+    assert processes_of(run) == {}
+
+
 def test_a_user_s_exception_stops_the_job_at_once(tmp_path):
     """A traceback in the user's code is never retried: exit 1, its category, its traceback, and the child's own code."""
     script = write(tmp_path, "def load():\n    raise KeyError('no such column')\nload()\n")
