@@ -111,7 +111,7 @@ def test_a_file_of_which_nothing_can_be_read_is_named_and_stays(tmp_path, spoil)
     raw = b"no journal at all\n" * 20 if spoil == "garbage" else b"XXXX" + segment.read_bytes()[4:]
     segment.write_bytes(raw)
     for _ in range(2):
-        with pytest.raises(JournalDamagedError, match="nothing of .* can be read"):
+        with pytest.raises(JournalDamagedError, match=r"nothing of .* can be read"):
             Journal.open(tmp_path)
     assert segment.read_bytes() == raw
 
