@@ -21,6 +21,7 @@ from rl_runtime.controller import words
 from rl_runtime.controller.account import Account, next_chain
 from rl_runtime.controller.batches import Batch, make_batch, next_prompts, to_filter
 from rl_runtime.controller.errors import LedgerBrokenError, LedgerLostError, RefusalError, StateLostError
+from rl_runtime.controller.findings import MOST, Found, note
 from rl_runtime.controller.founding import Founder, NothingToRestoreError, choose, still_stands
 from rl_runtime.controller.joining import Joining
 from rl_runtime.controller.lapses import Change, Lapses
@@ -38,14 +39,6 @@ DIVERGENCE_CURES = 3
 """So many times members whose sealed states differ are sent to restore; after that (unlike machines?) it is only reported."""
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that went wrong in the group, for people."""
-
-    category: str
-    text: str
-    at: float
-
-
 class Group:
     """See the module."""
 
@@ -59,7 +52,7 @@ class Group:
         self.founder: Founder | None = None
         self.address = ""
         """Of the current epoch's store."""
-        self.findings: deque[Found] = deque(maxlen=20)
+        self.findings: deque[Found] = deque(maxlen=MOST)
         """Newest last."""
         self.stopping = ""
         """Reason of a stop that was asked for."""
@@ -421,10 +414,7 @@ class Group:
             self._leave_out(leave, text, now)
 
     def _find(self, category: str, text: str, now: float) -> None:
-        known = [found for found in self.findings if (found.category, found.text) == (category, text)]
-        for found in known:
-            self.findings.remove(found)
-        self.findings.append(Found(category=category, text=text, at=now))
+        note(self.findings, category, text, now)
 
     def _write(self, record: Record) -> None:
         self._write_record(record)
