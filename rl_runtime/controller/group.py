@@ -396,8 +396,6 @@ class Group:
         self._batch = None
         self._lapses.begin_step()
 
-    # -- small things --------------------------------------------------------------------------------------------------
-
     def _compare_seals(self, turn: Turn, now: float) -> None:
         """Replicas that sealed the same step must have sealed the same state."""
         if not self.is_in(turn.member, turn.incarnation):
