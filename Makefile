@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-long lint format bench-main bench-eyes bench-learning bench-diagnose soak model clean
+.PHONY: help setup run test test-long lint format bench-main bench-ckpt bench-eyes bench-learning bench-diagnose soak model clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 12
@@ -49,6 +49,9 @@ format: setup  ## lay out the code and rewrite the tree in README.md
 
 bench-main: setup  ## kill each role: seconds to the verdict and to the next committed step
 	$(BIN)/python -m tests.bench.main_job $(ARGS)
+
+bench-ckpt: setup  ## checkpoints against the machine's floor and the peers that are installed; QUICK=1: a minute
+	$(BIN)/python -m tests.bench.ckpt $(if $(QUICK),--quick) $(ARGS)
 
 bench-eyes: setup  ## seconds from a fault to its finding at the master, and what the sidecar costs
 	$(BIN)/python -m tests.bench.eyes $(ARGS)
