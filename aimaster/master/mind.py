@@ -117,7 +117,8 @@ class Mind:
 
     @property
     def ready(self) -> bool:
-        return self._state is not None
+        """Whether this master's own start is believed: before, what was replayed is the past, and nothing is concluded from it."""
+        return self._state is not None and self.believed > 0
 
     def perform_by(self, perform: Callable[[Action], None]) -> None:
         """Name who carries out actions."""
@@ -135,7 +136,7 @@ class Mind:
 
     def observe(self, seen: Observation) -> None:
         """Move the view; what follows from it is queued, unless earlier conclusions still wait to be believed."""
-        if self._state is None:
+        if not self.ready:
             return
         self.view, actions = watch.observe(self.state, self.view, seen, self.clock())
         if self._concluding or self._queue.full():

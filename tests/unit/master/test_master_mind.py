@@ -5,9 +5,18 @@ import contextlib
 import errno
 import os
 
+import msgspec
 import pytest
 
-from aimaster.brain.events import AgentConnected, AgentPulsed, DrillMarked, FrontGone, MasterStarted, StopRequested
+from aimaster.brain.events import (
+    AgentConnected,
+    AgentPulsed,
+    DrillMarked,
+    FrontGone,
+    MasterStarted,
+    StopRequested,
+    Tick,
+)
 from aimaster.journal import Journal
 from aimaster.master.mind import Believed, Mind, Summed, decode_record, describe, replay
 from aimaster.wire import PROTOCOL_VERSION, codec
@@ -90,6 +99,27 @@ async def test_a_journal_that_begins_with_something_else_is_taken_up_from_the_fi
             await mind.believe(DrillMarked(subject="m", note=""))
             assert mind.state.phase == "starting"
             assert replay(journal.replay()) == mind.state
+
+
+async def test_nothing_is_concluded_from_the_past_before_the_own_start_is_believed(tmp_path):
+    """The attempt before was ending, its deadline long over: time alone must not end the attempt that now begins."""
+    with Journal.open(tmp_path) as journal:
+        async with thinking(journal) as mind:
+            await mind.believe(STARTED)
+            await mind.believe(AgentConnected(hello=HELLO))
+            await mind.believe(FrontGone(pid=1))
+            past = mind.state
+    assert past.phase == "stopping"
+    with Journal.open(tmp_path) as journal:
+        mind = Mind(journal, replay(journal.replay()), clock=lambda: 1e6)
+        running = asyncio.create_task(mind.run())
+        try:
+            mind.observe(Tick())
+            await mind.believe(msgspec.structs.replace(STARTED, attempt=STARTED.attempt + 1))
+            assert mind.state.phase == "starting"
+            assert not mind.ended.is_set()
+        finally:
+            running.cancel()
 
 
 async def test_pictures_are_never_journaled(tmp_path):
