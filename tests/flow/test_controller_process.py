@@ -279,7 +279,7 @@ def test_a_controller_killed_again_and_again_loses_nothing(tmp_path, seed):
     acknowledged completion is in the ledger, and the audit finds nothing lost and nothing double.
     """
     dice = random.Random(seed)
-    with started(tmp_path / "run", steps=40) as controller:
+    with started(tmp_path / "run", steps=120) as controller:
         world = World(controller)
 
         def disturb():
@@ -289,15 +289,15 @@ def test_a_controller_killed_again_and_again_loses_nothing(tmp_path, seed):
                 controller.start()
 
         world.run(disturb)
-        assert controller.starts == 6
+        assert controller.starts >= 4
         report = audit(controller.run)
         assert report.ok, report
-        assert (report.finished, report.steps, report.trained) == (True, 40, 40 * 8)
+        assert (report.finished, report.steps, report.trained) == (True, 120, 120 * 8)
         recorded = {(r.prompt_id, r.index) for r in read_ledger(controller.run / "ledger") if isinstance(r, Admitted)}
         assert world.acknowledged <= recorded
         states = [member.state for member in world.members.values()]
         assert states[0] == states[1]
-        assert len(states[0]) == 40
+        assert len(states[0]) == 120
 
 
 def test_a_stopped_controller_that_wakes_up_goes_on(controller):
