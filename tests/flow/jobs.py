@@ -101,6 +101,12 @@ def audit(run: Path) -> dict[str, Any]:
     return report
 
 
+class ControllerTold(msgspec.Struct):
+    """What the controller's status holds of interest here."""
+
+    pulse: ControllerPulse
+
+
 class Job:
     """One `aimaster run` and its run folder."""
 
@@ -151,7 +157,8 @@ class Job:
 
     def pulse(self) -> ControllerPulse | None:
         """The job as its controller sees it; None while no controller answers."""
-        return self._ask(self.places.controller, ControllerPulse)
+        told = self._ask(self.places.controller, ControllerTold)
+        return told.pulse if told is not None else None
 
     def _ask(self, address: Path, kind: type[T]) -> T | None:
         try:
