@@ -73,7 +73,7 @@ class _Log:
     def _judge(self, step: Callable[[], None]) -> None:
         try:
             step()
-        except Exception:
+        except Exception:  # a sign that fails blinds us for this log alone, never the agent
             self.judged = False
             logger.exception("log_not_judged", member=self.member.name)
 
