@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import msgspec
 from aimaster.brain.diagnose import diagnose as judge
 from aimaster.catalogue import Catalogue, RuleError, load
 from aimaster.catalogue.findings import collect
+from aimaster.catalogue.flight import LARGEST_BYTES, Dump, compare, may_be_dump, read_dump
 from aimaster.catalogue.scan import LogScan
 from aimaster.catalogue.templates import new_lines
 from aimaster.cli.diagnose_inputs import Unreadable, line_number, name_nodes, open_sources
@@ -43,28 +45,52 @@ class Report(msgspec.Struct, kw_only=True):
     problems: list[Unreadable]
 
 
-def read_logs(paths: tuple[str, ...], catalogue: Catalogue, problems: list[Unreadable]) -> list[LogScan]:
-    """One scan per log, with its node named."""
+def read_logs(
+    paths: tuple[str, ...], catalogue: Catalogue, problems: list[Unreadable]
+) -> tuple[list[LogScan], list[Dump]]:
+    """One scan per log with its node named, and the flight recorder dumps that lie among them."""
     scans: list[tuple[tuple[str, str], LogScan]] = []
+    dumps: list[tuple[tuple[str, str], Dump]] = []
     for source in open_sources(paths, sys.stdin.buffer, problems):
-        shown = source.name or source.root
+        shown, place = source.name or source.root, (source.root, source.name)
         scan = LogScan(catalogue, node=None, file=shown, count_lines=source.size < COUNTED_BYTES)
         try:
-            for number, chunk in enumerate(source.chunks):
-                if number == 0 and b"\0" in chunk[:1024]:
-                    break
-                scan.feed(chunk)
+            dump = _read_one(scan, source.chunks)
+            if dump is not None:
+                dumps.append((place, dump))
         except (OSError, EOFError) as error:
             problems.append(Unreadable(shown, str(error)))
         scan.finish()
         if scan.bytes_read:
-            scans.append(((source.root, source.name), scan))
-    nodes = name_nodes(place for place, _ in scans)
+            scans.append((place, scan))
+    nodes = name_nodes([place for place, _ in scans] + [place for place, _ in dumps])
     for place, scan in scans:
         scan.node = nodes[place]
         if len({root for root, _ in nodes}) > 1 and place[1]:
             scan.file = f"{place[0].rstrip('/')}/{place[1]}"
-    return [scan for _, scan in scans]
+    named = [msgspec.structs.replace(dump, node=nodes[place]) for place, dump in dumps]
+    return [scan for _, scan in scans], named
+
+
+def _read_one(scan: LogScan, chunks: Iterator[bytes]) -> Dump | None:
+    """Feeds a log to its scan; a flight recorder's dump is returned instead, any other binary file left alone."""
+    first = next(chunks, b"")
+    if may_be_dump(first):
+        held = bytearray(first)
+        for chunk in chunks:
+            held += chunk
+            if len(held) > LARGEST_BYTES:
+                break
+        first = bytes(held)
+        dump = read_dump(first, file=scan.file, node=None) if len(held) <= LARGEST_BYTES else None
+        if dump is not None:
+            return dump
+    if b"\0" in first[:1024]:
+        return None
+    scan.feed(first)
+    for chunk in chunks:
+        scan.feed(chunk)
+    return None
 
 
 def examine(
@@ -77,8 +103,9 @@ def examine(
 ) -> Report:
     """Reads everything and judges it."""
     problems: list[Unreadable] = []
-    scans = read_logs(paths, catalogue, problems)
-    findings = [one for one in collect(scans, catalogue.xids, now=now) if _within(one, since, until)]
+    scans, dumps = read_logs(paths, catalogue, problems)
+    said = collect(scans, catalogue.xids, now=now) + compare(dumps)
+    findings = [one for one in said if _within(one, since, until)]
     verdict = judge(findings, now)
     verdict = msgspec.structs.replace(
         verdict, evidence=tuple(_with_line(line, scans, paths) for line in verdict.evidence)
@@ -92,9 +119,9 @@ def examine(
     return Report(
         verdict=verdict,
         findings=findings,
-        nodes=sorted({scan.node for scan in scans if scan.node}),
+        nodes=sorted({node for node in ({scan.node for scan in scans} | {dump.node for dump in dumps}) if node}),
         frameworks=sorted({hit.sign.source for scan in scans for hit in scan.hits}),
-        files=len(scans),
+        files=len(scans) + len(dumps),
         bytes_read=sum(scan.bytes_read for scan in scans),
         dropped=dropped,
         problems=problems,
