@@ -1,11 +1,13 @@
 """Signs that take several lines: Python tracebacks, torchrun's failure report, the flight recorder's table, faulthandler dumps.
 
-A block is opened by a sign's line and fed the lines that follow until it says that it is complete; then it tells what it has read.
+A block is opened by a sign's line and fed the lines that follow until it says that it is complete; then it tells what it has read. Blocks are
+records, so that what a scan has kept can be sent and judged elsewhere.
 """
 
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Final
 
 import msgspec
@@ -21,6 +23,7 @@ _NAMES_AN_EXCEPTION = re.compile(
     rb"(?:Error|Exception|Exit|Interrupt|Warning|Iteration|Timeout|Empty|Full|Abort\w*|Died|Failed|Failure|Fault)(?:\([\w.]+\))?$"
 )
 _REMOTE: Final = b"ray.exceptions.RayTaskError("
+_CLOCK = re.compile(rb"(?:\d{4}(?:\\-|/)\d\d(?:\\-|/)\d\d|\d\d\\-\d\d|\d\d:\d\d:\d\d(?:(?:,|\\\.)\d+)?)")
 _ENTRY = re.compile(rb"^\s*(time|host|rank|exitcode|error_file|traceback)\s*: ?(.*)$")
 _RANK_VALUE = re.compile(rb"(\d+) \(local_rank: (\d+)\)")
 _EXIT_VALUE = re.compile(rb"(-?\d+) \(pid: (\d+)\)")
@@ -42,15 +45,17 @@ class Entry(msgspec.Struct, kw_only=True):
     text: str = ""
 
 
-class Block:
+class Block(msgspec.Struct, eq=False):
     """Common to all: where it began and whether it is complete."""
 
-    def __init__(self, offset: int, line: int, opening: bytes) -> None:
-        self.offset = offset
-        self.line = line
-        self.opening = opening
-        self.end_offset = offset
-        self.lines = 0
+    offset: int
+    line: int
+    opening: bytes
+    end_offset: int = 0
+    lines: int = 0
+
+    def __post_init__(self) -> None:
+        self.end_offset = self.end_offset or self.offset
 
     def feed(self, line: bytes, offset: int, number: int) -> bool:
         """Takes one line (without its newline); True when the block is complete."""
@@ -62,30 +67,36 @@ class Block:
         raise NotImplementedError
 
 
-class Traceback(Block):
+class Traceback(Block, eq=False, tag="traceback"):
     """A Python traceback up to the line that names the exception."""
 
-    def __init__(self, offset: int, line: int, opening: bytes) -> None:
-        super().__init__(offset, line, opening)
-        start = opening.find(b"Traceback (most recent call last)")
-        prefix = opening[:start]
-        self._prefix = (
-            prefix if _RANK_PREFIX.match(prefix) or (prefix.startswith(b"(") and prefix.endswith(b" ")) else b""
-        )
-        self._kept: list[bytes] = [b"Traceback (most recent call last):"]
-        self._strange = 0
-        self.exception = ""
-        self.message = ""
-        self.exception_offset = -1
-        self.known = False
-        """A sign speaks of the exception already."""
-        self.exception_line = 0
+    exception: str = ""
+    message: str = ""
+    exception_offset: int = -1
+    known: bool = False
+    """A sign speaks of the exception already."""
+    exception_line: int = 0
+    prefix: bytes = b""
+    """What stands before each of its lines."""
+    kept: list[bytes] = msgspec.field(default_factory=lambda: [b"Traceback (most recent call last):"])
+    strange: int = 0
+    """Lines after it that are none of its own."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        prefix = self.opening[: self.opening.find(b"Traceback (most recent call last)")]
+        if prefix.strip():
+            self.prefix = prefix
 
     def _take(self, line: bytes, offset: int, number: int) -> bool:
-        if self._prefix:
-            if not line.startswith(self._prefix.rstrip()):
+        if self.prefix:
+            found = _like(self.prefix).match(line)
+            if found is not None:
+                line = line[found.end() :]
+            elif self.lines == 1 and line.startswith(b"  File "):
+                self.prefix = b""  # only the heading was put behind a logger's prefix
+            else:
                 return False  # another rank's line between ours
-            line = line[len(self._prefix) :]
         elif _RANK_PREFIX.match(line):
             return False
         if not line or line[:1] in b" \t":
@@ -95,13 +106,13 @@ class Traceback(Block):
         if found and (_NAMES_AN_EXCEPTION.search(found[1]) or (found[2] is not None and b"." in found[1])):
             self._keep(line)
             if found[1].startswith(_REMOTE):
-                self._strange = 0
+                self.strange = 0
                 self._note(found, offset, number)
                 return False  # the remote traceback and its exception follow
             self._note(found, offset, number)
             return True
-        self._strange += 1
-        return self._strange > 6
+        self.strange += 1
+        return self.strange > 6
 
     def _note(self, found: re.Match[bytes], offset: int, number: int) -> None:
         self.exception = found[1].decode(errors="replace")
@@ -109,26 +120,36 @@ class Traceback(Block):
         self.exception_offset, self.exception_line = offset, number
 
     def _keep(self, line: bytes) -> None:
-        self._kept.append(line[:500])
-        if len(self._kept) > KEPT_LINES:
-            del self._kept[8]
+        self.kept.append(line[:500])
+        if len(self.kept) > KEPT_LINES:
+            del self.kept[8]
 
     def text(self) -> str:
         """The traceback, bounded: its head and its tail."""
-        return b"\n".join(self._kept).decode(errors="replace")
+        return b"\n".join(self.kept).decode(errors="replace")
 
 
-class TorchrunReport(Block):
+@lru_cache(maxsize=64)
+def _like(prefix: bytes) -> re.Pattern[bytes]:
+    """What the other lines of a traceback begin with: the same words, at another time."""
+    escaped = re.escape(prefix.rstrip(b" ")).replace(rb"\ ", b" ")
+    return re.compile(_CLOCK.sub(rb"[\\d:.,/-]+", escaped) + b" ?")
+
+
+class TorchrunReport(Block, eq=False, tag="torchrun"):
     """The table that ends a torchrun agent: one entry per failed process of its own node."""
 
-    def __init__(self, offset: int, line: int, opening: bytes) -> None:
-        super().__init__(offset, line, opening)
-        self.entries: list[Entry] = []
-        self._first = b"Root Cause" in opening
+    entries: list[Entry] = []
+    first: bool = False
+    """The next entry stands under "Root Cause"."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.first = self.first or b"Root Cause" in self.opening
 
     def _take(self, line: bytes, offset: int, number: int) -> bool:
         if b"Root Cause (first observed failure)" in line:
-            self._first = True
+            self.first = True
             return False
         if line.startswith(b"=====") or line.lstrip().startswith(b"====="):
             return bool(self.entries)
@@ -138,7 +159,7 @@ class TorchrunReport(Block):
         name, value = found[1], found[2].strip()
         if name == b"time":
             self.entries.append(
-                Entry(when=value.decode(errors="replace"), first=self._first, offset=offset, line=number)
+                Entry(when=value.decode(errors="replace"), first=self.first, offset=offset, line=number)
             )
             return False
         if not self.entries:
@@ -154,12 +175,10 @@ class TorchrunReport(Block):
         return False
 
 
-class FlightTable(Block):
+class FlightTable(Block, eq=False, tag="flight"):
     """The flight recorder's table; its last column names the ranks that never came."""
 
-    def __init__(self, offset: int, line: int, opening: bytes) -> None:
-        super().__init__(offset, line, opening)
-        self.rows: list[tuple[list[int], int, int, str]] = []
+    rows: list[tuple[list[int], int, int, str]] = []
 
     def _take(self, line: bytes, offset: int, number: int) -> bool:
         if line.count(b"|") < 3:
@@ -170,25 +189,28 @@ class FlightTable(Block):
         return False
 
 
-class HangDump(Block):
+class HangDump(Block, eq=False, tag="faulthandler"):
     """faulthandler's stacks after "Timeout (…)!"; they end with the first line that is none."""
 
-    def __init__(self, offset: int, line: int, opening: bytes) -> None:
-        super().__init__(offset, line, opening)
-        self._kept: list[bytes] = [opening]
+    kept: list[bytes] = []
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.kept = self.kept or [self.opening]
 
     def _take(self, line: bytes, offset: int, number: int) -> bool:  # noqa: ARG002 - the block's common shape
         bare = _RANK_PREFIX.sub(b"", line)
         if bare.startswith((b"Thread 0x", b"Current thread", b"  File ", b"  ...", b"  <")) or not bare.strip():
-            if len(self._kept) < KEPT_LINES:
-                self._kept.append(bare[:500])
+            if len(self.kept) < KEPT_LINES:
+                self.kept.append(bare[:500])
             return False
         return True
 
     def text(self) -> str:
-        return b"\n".join(self._kept).decode(errors="replace")
+        return b"\n".join(self.kept).decode(errors="replace")
 
 
+AnyBlock = Traceback | TorchrunReport | FlightTable | HangDump
 OPENERS: Final[dict[str, type[Block]]] = {
     "traceback": Traceback,
     "torchrun": TorchrunReport,
