@@ -2,8 +2,8 @@
 
 A lease is the member's own, learnt in its process or from its log; a young one borrows that of its role once it is past the first silence
 of the phase; unlearnt, it is `startup_hang_seconds`. A process stopped by a signal for longer than the shortest lease counts as silent at
-once. Two looks follow: a second apart, and one lease apart with a stack dump each; where several ranks work together, at all of them, since
-the silent one may only wait for another. A beat withdraws the suspicion. Nobody is killed here.
+once. Two looks follow: a second apart, and one lease apart with a stack dump each. Ranks of a wrapped command are looked at together
+(rank_watch.py), since the silent one may only wait for another. A beat withdraws the suspicion. Nobody is killed here.
 """
 
 import asyncio
@@ -12,30 +12,25 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import structlog
 
 from agents import ranks, stacks
 from agents.config import Pace
 from agents.member import Member
-from agents.rules.groups import Apart, RankLook, describe, find_apart, group
+from agents.rank_watch import COMMAND_ROLE, RankWatch
 from agents.rules.hang import STOPPED, Look, evidence
 from agents.sensors.process import read_process
 from agents.steps import LogSteps
 from aimaster.client import Leases, ProgressReading, read_progress
 from aimaster.wire.ids import MemberId
-from aimaster.wire.messages import AgentEvent, Found, HangSuspected, MemberPicture, Progress
+from aimaster.wire.messages import AgentEvent, HangSuspected, MemberPicture, Progress
 from aimaster.wire.places import progress_file
 
 LONGEST_BETWEEN_REPORTS = 60.0
 GROUP_PHASES = frozenset({"reduce"})
 """There a member waits for others: to stand in one place is no fault of its own."""
-COMMAND_ROLE = "command"
 LOG_APART_SECONDS = 60.0
 """A lone program known by its log alone must stand still for at least so long, and use no processor: its phases are not known for sure."""
-MOST_LOOKS = 8
-UNLEARNT_PARTS = 10.0
-"""While no lease is learnt, ranks must stand apart for a tenth of the longest start-up."""
 log = structlog.get_logger()
 
 
@@ -51,6 +46,8 @@ class _Watched:
         self.stopped_since: float | None = None
         self.state_read_at = 0.0
         self.investigated = False
+        self.lease_seconds: float | None = None
+        """What was learnt for the phase it is in."""
         self.steps: LogSteps | None = None
         """Where it reports none itself."""
 
@@ -95,7 +92,10 @@ class HangWatch:
         self._spawn = spawn
         self._watched: dict[MemberId, _Watched] = {}
         self._role_leases: dict[tuple[str, str], float] = {}
-        self._looking_at_ranks = False
+        self._ranks = RankWatch(
+            node, self._watched, pace=pace, broken=self._broken_command, progress=self.progress, tell=self._tell,
+            report=report, spawn=spawn,
+        )  # fmt: skip
 
     def add(self, member: Member) -> None:
         watched = _Watched(member, progress_file(self._memory, member.name), time.monotonic())
@@ -120,16 +120,21 @@ class HangWatch:
         for watched in self._watched.values():
             watched.read()
             self._learn(watched)
+            watched.lease_seconds = self._learnt(watched)
             self._note_state(watched, now)
-            if watched.investigated or not self._broken(watched, now):
-                continue
-            together = watched.member.spec.role == COMMAND_ROLE and watched.stopped_since is None
-            if together and self._looking_at_ranks:
+        self._ranks.tick(now)
+        for watched in self._watched.values():
+            grouped = watched.member.spec.role == COMMAND_ROLE and not self._ranks.alone
+            if watched.investigated or not self._broken(watched, now) or (grouped and watched.stopped_since is None):
                 continue
             watched.investigated = True
-            self._looking_at_ranks = self._looking_at_ranks or together
-            look = self._investigate_ranks if together else self._investigate
-            self._spawn(f"look at {watched.member.name}", look(watched))
+            self._spawn(f"look at {watched.member.name}", self._investigate(watched))
+
+    def _broken_command(self) -> Member | None:
+        """A rank of a command whose own lease is broken."""
+        now = time.monotonic()
+        ranked = (one for one in self._watched.values() if one.member.spec.role == COMMAND_ROLE)
+        return next((one.member for one in ranked if self._broken(one, now)), None)
 
     def progress(self, member: MemberId) -> Progress:
         """The member's progress as the master shows it."""
@@ -145,7 +150,7 @@ class HangWatch:
             lineage=reading.lineage,
             beats=reading.beats,
             age_seconds=age,
-            lease_seconds=self._learnt(watched),
+            lease_seconds=watched.lease_seconds,
         )
 
     def picture(self, member: Member) -> MemberPicture | None:
@@ -257,7 +262,10 @@ class HangWatch:
             words = tuple(word for word in words if word != "same-frame-twice")
         self._tell(watched.member, self.progress(watched.member.name), words, tuple(text.splitlines()))
 
-    def _tell(self, member: Member, progress: Progress, words: tuple[str, ...], lines: tuple[str, ...]) -> None:
+    def _tell(
+        self, member: Member, progress: Progress, words: tuple[str, ...], lines: tuple[str, ...], *,
+        rank: int | None = None, pid: int | None = None,
+    ) -> None:  # fmt: skip
         role = member.spec.role
         self.suspected[role] = self.suspected.get(role, 0) + 1
         log.warning("hang_suspected", member=member.name, incarnation=member.incarnation, evidence=list(words))
@@ -270,58 +278,9 @@ class HangWatch:
                 progress=progress,
                 evidence=words,
                 stacks=lines[: stacks.MOST_LINES],
+                rank=rank,
+                pid=pid,
                 at=now,
             ),
             now,
         )
-
-    # -- looks at all ranks ------------------------------------------------------------------------------------------
-
-    async def _investigate_ranks(self, watched: _Watched) -> None:
-        """The same for a command: at all its ranks on this node, of which the silent one may only wait for another."""
-        try:
-            there = await asyncio.to_thread(ranks.find_ranks, [one.member for one in self._watched.values()])
-            if len(there) < 2:
-                self._looking_at_ranks = False
-                await self._investigate(watched)
-                return
-            beats, history, pause = watched.beats, list[list[RankLook]](), self._pace.look_seconds
-            lease = self._learnt(watched)
-            span = lease or watched.member.spec.startup_hang_seconds / UNLEARNT_PARTS
-            while self._still_silent(watched, beats):
-                looks, texts = await ranks.look(there, self._pace.dump_seconds)
-                if len(looks) < len(there):  # one has died: its end tells more
-                    await asyncio.sleep(self._pace.look_seconds)
-                    return
-                history = [*history, looks][-MOST_LOOKS:]
-                apart = find_apart(history, lease_seconds=span)
-                if apart is not None:
-                    self._accuse(watched, looks, texts, apart)
-                elif len(history) == 2:
-                    self._tell(watched.member, self.progress(watched.member.name), (), tuple(describe(group(looks))))
-                await asyncio.sleep(pause)
-                pause = span if len(history) < 3 else min(2 * pause, max(span, LONGEST_BETWEEN_REPORTS))
-        finally:
-            self._looking_at_ranks = False
-            watched.investigated = False
-
-    def _accuse(self, silent: _Watched, looks: list[RankLook], texts: dict[int, str], apart: Apart) -> None:
-        """Report the guilty: as findings, and the members they belong to as suspected with evidence."""
-        groups = group(looks)
-        now = time.time()
-        learnt = self._learnt(silent) is not None
-        for finding in ranks.accuse(self._node, looks, groups, apart, now, learnt=learnt):
-            self._report(Found(finding=finding), now)
-        if apart.kind != "straggler":
-            return
-        words = ("apart-from-group-twice", "same-frame-twice") + (("no-cpu",) if apart.idle else ())
-        told: set[str] = set()
-        for one in looks:
-            guilty = self._watched.get(MemberId(one.member))
-            if one.rank not in apart.ranks or one.member in told or guilty is None:
-                continue
-            told.add(one.member)
-            known = self.progress(silent.member.name)
-            progress = known if guilty is silent else msgspec.structs.replace(known, beats=max(0, guilty.beats))
-            lines = (*describe(groups), f"rank {one.rank} (pid {one.pid}):", *texts[one.rank].splitlines())
-            self._tell(guilty.member, progress, words, lines)

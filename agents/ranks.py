@@ -4,6 +4,7 @@ Ranks are found by the variables that every launcher sets (RANK, WORLD_SIZE), in
 of a launcher that is one member. Taking stacks never stops a process.
 """
 
+import asyncio
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,12 +15,14 @@ import msgspec
 from agents import stacks
 from agents.member import Ended, Member, read_record
 from agents.rules.groups import Apart, Group, RankLook, describe
-from agents.sensors.process import TICKS_PER_SECOND, members_of, read_table
+from agents.sensors.process import TICKS_PER_SECOND, context_switches, io_calls, members_of, read_table
 from agents.shim import stat_fields
 from aimaster.wire.health import Evidence, Finding, Subject
 
 MOST_RANKS = 64
 """Of one node; more are not looked at."""
+MOST_CHILDREN = 32
+"""Of one rank, whose reads and writes are counted."""
 LEFT_SECONDS = 60.0
 """A rank that left longer ago is not what the others waited for."""
 
@@ -97,12 +100,14 @@ def _python(pid: int, children: Mapping[int, list[int]]) -> int:
 async def look(ranks: Sequence[Rank], wait_seconds: float) -> tuple[list[RankLook], dict[int, str]]:
     """Where all of them stand, and the dumps as text; one after the other, so that a node of 64 ranks is not overrun."""
     looks, texts = [], {}
+    table = await asyncio.to_thread(read_table)
     for one in ranks:
         text = await stacks.dump(one.pid, one.dump, wait_seconds)
         facts = stat_fields(one.pid)
         if facts is None or facts[0] in "ZX":
             continue
         texts[one.rank] = text or ""
+        children = members_of(one.pid, table) - {one.pid}
         looks.append(
             RankLook(
                 rank=one.rank,
@@ -110,16 +115,21 @@ async def look(ranks: Sequence[Rank], wait_seconds: float) -> tuple[list[RankLoo
                 pid=one.pid,
                 at=time.monotonic(),
                 state=facts[0],
-                cpu_seconds=(int(facts[11]) + int(facts[12])) / TICKS_PER_SECOND,
+                cpu_seconds=_cpu_seconds(facts),
+                children_cpu_seconds=sum(_cpu_seconds(table[pid]) for pid in children),
+                switches=context_switches(one.pid),
+                calls=sum(map(io_calls, (one.pid, *sorted(children)[:MOST_CHILDREN]))),
                 stack=stacks.stack_of(text, 0) if text else None,
             )
         )
     return looks, texts
 
 
-def accuse(
-    node: str, looks: Sequence[RankLook], groups: Sequence[Group], apart: Apart, at: float, *, learnt: bool
-) -> list[Finding]:
+def _cpu_seconds(fields: Sequence[str]) -> float:
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
+
+
+def accuse(node: str, looks: Sequence[RankLook], groups: Sequence[Group], apart: Apart, at: float) -> list[Finding]:
     """A finding for each guilty rank: where it is, and where the others are."""
     by_rank = {one.rank: one for one in looks}
     where = describe(groups)
@@ -137,8 +147,8 @@ def accuse(
             subject=Subject(node=node, rank=rank, pid=by_rank[rank].pid),
             node=node,
             time_seconds=at,
-            weight=80 if apart.kind == "straggler" and learnt else 45,
-            details={"seconds": f"{apart.seconds:.1f}", "idle": str(apart.idle).lower(), "ranks": str(len(looks))},
+            weight=80 if apart.kind == "straggler" else 45,
+            details={"seconds": f"{apart.seconds:.1f}", "doing": apart.doing, "ranks": str(len(looks))},
             evidence=proof,
         )
         for rank in apart.ranks

@@ -3,6 +3,9 @@
 Looks at all ranks are taken some time apart. Those that stand in the same place in all looks are *steady*. The guilty are the steady few
 that are elsewhere than the steady many, where the many wait: in a collective, or idle. A rank that moves is computing, and then nobody is
 guilty; nor is anybody where all stand in the same place (a slow phase looks like that), or where the waiting are fewer than the others.
+
+How long they are given depends on what they do there. *Asleep*: the main thread was never scheduled, so nothing can have happened.
+*Busy*: it computes without reading or writing anything, as a spin does, and a long call too. *Working*: it or its children read and write.
 """
 
 from collections.abc import Sequence
@@ -12,7 +15,26 @@ import msgspec
 
 from agents.rules.hang import IDLE_RATIO, Frame, same_place
 
+Doing = Literal["asleep", "busy", "working"]
+
 LEAST_LOOKS: Final = 3
+SWITCHES_PER_SECOND: Final = 1.0
+SWITCHES_PER_LOOK: Final = 6.0
+"""A dump that the process writes itself wakes its main thread."""
+RESTING_RATIO: Final = 0.05
+"""Of a core, for all of a rank's processes: what monitors and heartbeats in other threads take."""
+BUSY_RATIO: Final = 0.1
+"""Less is the polling of something outside; a spinner on a crowded machine still gets so much."""
+CALLS_PER_SECOND: Final = 20.0
+"""Reads and writes beyond those of a heartbeat."""
+FLOORS: Final[dict[Doing, tuple[float, float, float]]] = {
+    "asleep": (2, 3, 1),
+    "busy": (4, 4, 2),
+    "working": (24, 24, 12),
+}
+"""In shortest leases: the silence of the job that it takes where a lease is learnt, where none is, and how long they must be seen standing."""
+LEASES: Final[dict[Doing, float]] = {"asleep": 0.5, "busy": 1.0, "working": 4.0}
+"""In learnt leases: the same silence. Half a lease is five times the usual pause."""
 COLLECTIVE_FILES: Final = (
     "torch/distributed/",
     "torch/nn/parallel/distributed.py",
@@ -53,6 +75,12 @@ class RankLook(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     """Of /proc/PID/stat."""
     cpu_seconds: float
+    children_cpu_seconds: float = 0.0
+    """Of the living processes below it."""
+    switches: int = 0
+    """How often its main thread was scheduled."""
+    calls: int = 0
+    """Reads and writes of it and its children."""
     stack: tuple[Frame, ...] | None
     """Of its main thread, innermost first; None where it could not be read."""
 
@@ -72,10 +100,10 @@ class Apart(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[int, ...]
     kind: Literal["straggler", "mismatch"]
     """`mismatch`: they wait as well, in another collective."""
-    idle: bool
-    """They use no processor."""
+    doing: Doing
+    """What the busiest of them does there."""
     seconds: float
-    """How long they were seen so."""
+    """How long they are known to stand there."""
 
 
 def waits(stack: tuple[Frame, ...] | None) -> bool:
@@ -103,12 +131,14 @@ def group(looks: Sequence[RankLook]) -> list[Group]:
     ]
 
 
-def find_apart(history: Sequence[Sequence[RankLook]], *, lease_seconds: float) -> Apart | None:
+def find_apart(
+    history: Sequence[Sequence[RankLook]], *, silence_seconds: float, lease_seconds: float | None, floor_seconds: float
+) -> Apart | None:
     """Who keeps the others waiting, over the longest run of looks up to the last in which everybody was steady.
 
-    They must have stood there for a lease; for two, where they use the processor: a long computation in one call looks like a spin.
+    `silence_seconds`: since anybody made a step, at the last look. `lease_seconds`: what was learnt of such silences, None while unlearnt.
     """
-    looks = _steady(history)
+    looks = steady(history)
     if len(looks) < LEAST_LOOKS or not looks[-1]:
         return None
     first, last = looks[0], looks[-1]
@@ -116,19 +146,49 @@ def find_apart(history: Sequence[Sequence[RankLook]], *, lease_seconds: float) -
     many = next((one for one in groups if one.waits), None) or groups[0]
     few = [one for one in groups if one is not many]
     count = sum(len(one.ranks) for one in few)
-    idle = _idle(first, last)
-    seconds = min(one.at for one in last) - max(one.at for one in first)
     if not few or count > len(many.ranks):
         return None
-    if not many.waits and (count == len(many.ranks) or not set(many.ranks) <= idle):
+    if not many.waits and (count == len(many.ranks) or not set(many.ranks) <= _idle(first, last)):
         return None
     guilty = [one for one in few if not one.waits]
     kind: Literal["straggler", "mismatch"] = "straggler" if guilty else "mismatch"
     ranks = tuple(sorted(rank for one in (guilty or few) for rank in one.ranks))
-    resting = set(ranks) <= idle
-    if seconds < lease_seconds * (1 if resting else 2):
+    doings = activity(looks)
+    doing: Doing = max((doings[rank] for rank in ranks), key=list(FLOORS).index)
+    seen = min(one.at for one in last) - max(one.at for one in first)
+    # Who stood there at the first look of this silence has stood there since it began, as far as anybody knows.
+    stood = silence_seconds if len(looks) == len(history) else seen
+    asleep = doing == "asleep" or all(doings[rank] == "asleep" for rank in many.ranks)
+    if lease_seconds is None and not asleep:
+        return None  # steps that nobody tells of may go by between the looks
+    if seen < FLOORS[doing][2] * floor_seconds or stood < patience_seconds(doing, lease_seconds, floor_seconds):
         return None
-    return Apart(ranks=ranks, kind=kind, idle=resting, seconds=seconds)
+    return Apart(ranks=ranks, kind=kind, doing=doing, seconds=stood)
+
+
+def patience_seconds(doing: Doing, lease_seconds: float | None, floor_seconds: float) -> float:
+    """How long nobody must have made a step before the guilty are named."""
+    learnt, unlearnt, _ = FLOORS[doing]
+    if lease_seconds is None:
+        return unlearnt * floor_seconds
+    return max(learnt * floor_seconds, LEASES[doing] * lease_seconds)
+
+
+def activity(looks: Sequence[Sequence[RankLook]]) -> dict[int, Doing]:
+    """What each rank does, over these looks."""
+    before = {one.rank: one for one in looks[0]}
+    return {one.rank: _doing(before[one.rank], one, len(looks)) for one in looks[-1]}
+
+
+def _doing(first: RankLook, last: RankLook, looks: int) -> Doing:
+    seconds = max(last.at - first.at, 0.001)
+    children = (last.children_cpu_seconds - first.children_cpu_seconds) / seconds
+    own = (last.cpu_seconds - first.cpu_seconds) / seconds
+    woken = last.switches - first.switches
+    if woken <= SWITCHES_PER_SECOND * seconds + SWITCHES_PER_LOOK * looks and own + children <= RESTING_RATIO:
+        return "asleep"
+    quiet = last.calls - first.calls <= CALLS_PER_SECOND * seconds
+    return "busy" if quiet and children <= RESTING_RATIO and own >= BUSY_RATIO else "working"
 
 
 def describe(groups: Sequence[Group]) -> list[str]:
@@ -154,7 +214,7 @@ def _together(one: RankLook, other: RankLook) -> bool:
     return same_place(one.stack, other.stack)
 
 
-def _steady(history: Sequence[Sequence[RankLook]]) -> list[Sequence[RankLook]]:
+def steady(history: Sequence[Sequence[RankLook]]) -> list[Sequence[RankLook]]:
     """The looks at the end that all show everybody where the last one does."""
     if not history:
         return []

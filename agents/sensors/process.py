@@ -55,6 +55,24 @@ def handles_signal(pid: int, number: int) -> bool:
     return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
+def context_switches(pid: int) -> int:
+    """How often its main thread was scheduled; 0 where that cannot be read."""
+    return _sum_of(f"/proc/{pid}/task/{pid}/status", ("voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:"))
+
+
+def io_calls(pid: int) -> int:
+    """Reads and writes it has made; 0 where that is not ours to see."""
+    return _sum_of(f"/proc/{pid}/io", ("syscr:", "syscw:"))
+
+
+def _sum_of(path: str, names: tuple[str, ...]) -> int:
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            return sum(int(line.split()[1]) for line in file if line.startswith(names))
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
 class ProcessSensor:
     """Each member with all processes it has started: state, processor time, memory, threads, descriptors; who is blocked or a zombie."""
 

@@ -20,11 +20,27 @@ def suspected(d: Draft, member: Member, event: HangSuspected) -> None:
     if d.state.ending is not None:
         end_silent(d)
         return
-    stopped, same_frame = "state-T-twice" in event.evidence, "same-frame-twice" in event.evidence
+    stopped, apart, same_frame = (
+        word in event.evidence for word in ("state-T-twice", "apart-from-group-twice", "same-frame-twice")
+    )
     learnt = event.progress.lease_seconds is not None
-    if may_kill_hung(stopped_twice=stopped, same_frame_twice=same_frame, lease_learnt=learnt, others_wait_for_it=False):
-        why = "it was stopped (state T) in two looks" if stopped else "its thread was in the same frame in two dumps"
-        condemn(d, member, event, why)
+    if may_kill_hung(
+        stopped_twice=stopped,
+        apart_twice=apart,
+        same_frame_twice=same_frame,
+        lease_learnt=learnt,
+        others_wait_for_it=False,
+    ):
+        who = "it" if event.rank is None else f"rank {event.rank}"
+        condemn(d, member, event, _why(who, stopped=stopped, apart=apart))
+
+
+def _why(who: str, *, stopped: bool, apart: bool) -> str:
+    if stopped:
+        return f"{who} was stopped (state T) in two looks"
+    if apart:
+        return f"{who} stands elsewhere than the others, who wait for it, in two dumps"
+    return f"{who} was in the same frame in two dumps"
 
 
 def hang_confirmed(d: Draft, name: MemberId, incarnation: Incarnation, why: str) -> None:

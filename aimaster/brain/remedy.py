@@ -12,9 +12,11 @@ from aimaster.wire.health import Action
 LADDER: tuple[Action, ...] = ("ignore", "restart_process", "reform_without", "replace_node", "restart_job", "stop_job")
 
 
-def may_kill_hung(*, stopped_twice: bool, same_frame_twice: bool, lease_learnt: bool, others_wait_for_it: bool) -> bool:
+def may_kill_hung(
+    *, stopped_twice: bool, apart_twice: bool, same_frame_twice: bool, lease_learnt: bool, others_wait_for_it: bool
+) -> bool:
     """Whether a broken progress lease has the evidence that a kill needs; silence alone never has."""
-    return stopped_twice or (same_frame_twice and lease_learnt) or others_wait_for_it
+    return stopped_twice or apart_twice or (same_frame_twice and lease_learnt) or others_wait_for_it
 
 
 def is_node_lost(*, agent_silent: bool, members_heard: bool, controller_heard: bool, waited_long: bool) -> bool:

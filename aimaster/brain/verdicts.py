@@ -2,6 +2,8 @@
 
 from typing import Final
 
+from msgspec.structs import replace
+
 from aimaster.brain.state import Member
 from aimaster.wire.health import Action, Evidence, Subject, Verdict, category
 from aimaster.wire.ids import NodeId
@@ -34,7 +36,9 @@ def hang(member: Member, suspected: HangSuspected, why: str) -> Verdict:
         f"no progress for {progress.age_seconds:.1f} s ({learnt}), and {why}"
     )
     at = suspected.at - progress.age_seconds
-    return _verdict("hang.straggler", _subject(member), at, summary, 0.9, (*suspected.evidence, *suspected.stacks[:20]))
+    culprit = _subject(member)
+    culprit = replace(culprit, rank=suspected.rank, pid=suspected.pid or culprit.pid)
+    return _verdict("hang.straggler", culprit, at, summary, 0.9, (*suspected.evidence, *suspected.stacks[:20]))
 
 
 def vanished(member: Member, at: float, why: str) -> Verdict:

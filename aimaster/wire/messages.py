@@ -78,6 +78,9 @@ class HangSuspected(msgspec.Struct, frozen=True, kw_only=True, tag="hang_suspect
     evidence: tuple[str, ...]
     """Of: `state-T-twice`, `same-frame-twice`, `apart-from-group-twice` (the other ranks wait for it), `no-cpu`; dumps in `stacks`."""
     stacks: tuple[str, ...] = ()
+    rank: int | None = None
+    """The rank that stands apart, and its process: one member may hold several."""
+    pid: int | None = None
     at: float
 
 
@@ -129,7 +132,9 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     started: dict[MemberId, Incarnation] = {}
     """The newest start of each member on this node, also of those that have ended: no later one may have its number."""
     labels: dict[str, str] = {}
-    """Failure domain labels, for example rack and switch."""
+    """Failure domains, widest first: for example rack and switch."""
+    shards: str = ""
+    """`HOST:PORT` on which the agent gives and takes segments."""
 
 
 class Pulse(msgspec.Struct, frozen=True, kw_only=True, tag="pulse"):

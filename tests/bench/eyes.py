@@ -223,17 +223,20 @@ def command_of(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
-def measure_hang(mode: str) -> dict[str, object]:
-    """One run; the first incident of the run's own journal tells who was named and when."""
+def measure_hang(mode: str, *, at: int = 60, step_seconds: float = 0.05) -> dict[str, object]:
+    """One run with default settings; the first incident of its own journal tells who was named and when."""
     with tempfile.TemporaryDirectory() as name:
         folder, fault = Path(name) / "run", Path(name) / "fault"
         program = [sys.executable, "-m", "aimaster.cli.app", "run", "--run-dir", str(folder), "--nproc-per-node", "4", "--", sys.executable, str(JOB), mode]  # fmt: skip
-        environment = os.environ | {"FAULT_FILE": str(fault), "OMP_NUM_THREADS": "1"}
+        told = {"FAULT_FILE": str(fault), "FAULT_AT": str(at), "STEP_SECONDS": str(step_seconds)}
+        environment = os.environ | told | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False, timeout=240)
         incidents = json.loads((folder / "summary.json").read_text())["status"]["incidents"]
         first = incidents[0] if incidents else None
         return {
             "mode": mode,
+            "at_step": at,
+            "step_seconds": step_seconds,
             "named": None if first is None else named_by(first),
             "category": None if first is None else first["verdict"]["category"],
             "seconds": None if first is None else round(first["detected_at"] - float(fault.read_text()), 1),

@@ -1,7 +1,7 @@
-"""A four-rank gloo job under `aimaster run --nproc-per-node 4 -- python gloo_job.py MODE`: at step 60 of its first start rank 2 does what
-MODE says (sleep, spin, file, die, leave), or all ranks evaluate for SECONDS (mode evaluate, a first and silent phase).
+"""A four-rank gloo job under `aimaster run --nproc-per-node 4 -- python gloo_job.py MODE`: at step FAULT_AT (60) of its first start rank 2 does
+what MODE says (sleep, spin, file, die, leave), or all ranks evaluate for SECONDS_LONG (mode evaluate, a first and silent phase).
 
-The moment of the fault is written into the file FAULT_FILE.
+A step takes STEP_SECONDS (0.05), ten more follow the fault. The moment of the fault is written into the file FAULT_FILE.
 """
 
 import os
@@ -48,14 +48,15 @@ def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, tensor = dist.get_rank(), torch.ones(1000)
-    for step in range(100):
-        if step == 60 and first and (rank == 2 or mode == "evaluate"):
+    at, pause = int(os.environ.get("FAULT_AT", "60")), float(os.environ.get("STEP_SECONDS", "0.05"))
+    for step in range(at + 10):
+        if step == at and first and (rank == 2 or mode == "evaluate"):
             if rank == 2:
                 with open(os.environ["FAULT_FILE"], "w") as file:
                     file.write(str(time.time()))
             faults.get(mode, evaluate)()
         dist.all_reduce(tensor)
-        time.sleep(0.05)
+        time.sleep(pause)
         if rank == 0:
             print(f"step {step} loss 1.0", flush=True)
     dist.destroy_process_group()

@@ -1,7 +1,7 @@
 """A job of several ranks that meet in a collective over sockets, without torch: `python ring_job.py MODE PORT`, told by RANK and WORLD_SIZE.
 
-At step 40 rank 2 does what MODE says: sleep, spin, file (blocks on a pipe), die; or all ranks do: evaluate (a long first evaluation that says
-nothing), announced (the same, said in the log), uneven (rank 0 alone computes on, the others wait for it).
+At step RING_AT (40) rank 2 does what MODE says: sleep, spin, file (blocks on a pipe), die; or all ranks do: evaluate (a long first evaluation
+that says nothing), announced (the same, said in the log); or rank 0 alone goes on while the others wait for it: uneven (computes), save (writes).
 With RING_REPORT every rank reports its steps itself.
 """
 
@@ -13,6 +13,7 @@ import time
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 MODE, PORT = sys.argv[1], int(sys.argv[2])
+AT = int(os.environ.get("RING_AT", "40"))
 PAUSE_SECONDS = float(os.environ.get("RING_PAUSE", "4"))
 
 
@@ -78,14 +79,23 @@ def compute(until):
         second()
 
 
+def save(until):
+    """Writes on and on from one place, as a checkpoint does."""
+    with open(os.devnull, "wb", buffering=0) as file:
+        while time.monotonic() < until:
+            file.write(bytes(4096))
+            time.sleep(0.001)
+
+
 def trouble():
     if MODE == "announced" and RANK == 0:
         print("Running evaluation on the validation set", flush=True)
     if MODE in ("evaluate", "announced"):
         evaluate()
-    elif MODE == "uneven" and RANK == 0:
-        compute(time.monotonic() + PAUSE_SECONDS)
-    elif RANK == 2 and MODE != "uneven":
+    elif MODE in ("uneven", "save"):
+        if RANK == 0:
+            {"uneven": compute, "save": save}[MODE](time.monotonic() + PAUSE_SECONDS)
+    elif RANK == 2:
         {"sleep": sleep_long, "spin": spin, "file": read_file, "die": lambda: os.kill(os.getpid(), 9)}[MODE]()
 
 
@@ -95,7 +105,7 @@ if "RING_REPORT" in os.environ:
 
 peers = connect()
 for step in range(100_000):
-    if step == 40:
+    if step == AT:
         trouble()
     all_reduce(peers)
     if report is not None:

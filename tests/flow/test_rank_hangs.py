@@ -54,7 +54,7 @@ async def test_the_guilty_rank_is_named(run, mode, where, idle):
     async with Master(run) as master:
         await start(master, mode)
         (suspected,) = await until(lambda: condemned(master)[:1], 40)
-        assert suspected.member == "rank-2"
+        assert (suspected.member, suspected.rank) == ("rank-2", 2)
         assert ("no-cpu" in suspected.evidence) == idle
         assert suspected.progress.lease_seconds is not None
         words = "\n".join(suspected.stacks)
@@ -63,6 +63,17 @@ async def test_the_guilty_rank_is_named(run, mode, where, idle):
         finding = (await until(lambda: [e.finding for e in master.events(Found) if e.finding.sign == "ranks.apart"]))[0]
         assert (finding.category, finding.role, finding.subject.rank) == ("hang.straggler", "accusation", 2)
         assert {one.member for one in condemned(master)} == {"rank-2"}
+
+
+@pytest.mark.parametrize("at", ["0", "3"])
+async def test_an_early_hang_is_named_as_well(run, at):
+    """Before the first step, or before any pace is known: where the ranks stand tells who is waited for."""
+    run.agent()
+    async with Master(run) as master:
+        await start(master, "sleep", RING_AT=at)
+        (suspected,) = await until(lambda: condemned(master)[:1], 40)
+        assert (suspected.member, suspected.rank) == ("rank-2", 2)
+        assert suspected.progress.lease_seconds is None
 
 
 LAUNCHER = """
@@ -102,7 +113,8 @@ async def test_ranks_below_a_launcher_are_found(run):
         )[0]
         assert finding.subject.rank == 2
         assert finding.subject.pid != started.process.pid
-        assert condemned(master)[0].member == "command-0"
+        assert (condemned(master)[0].member, condemned(master)[0].rank) == ("command-0", 2)
+        assert condemned(master)[0].pid == finding.subject.pid
 
 
 async def test_a_lone_program_is_not_judged_by_its_log_alone(run):
@@ -117,9 +129,9 @@ async def test_a_lone_program_is_not_judged_by_its_log_alone(run):
         assert all("same-frame-twice" not in one.evidence for one in master.events(HangSuspected))
 
 
-@pytest.mark.parametrize("mode", ["evaluate", "announced", "uneven"])
+@pytest.mark.parametrize("mode", ["evaluate", "announced", "uneven", "save"])
 async def test_a_first_long_phase_condemns_nobody(run, mode):
-    """A first evaluation many leases long, on all ranks or on one that works while the others wait: no evidence, and the job goes on."""
+    """A first evaluation or save many leases long, on all ranks or on one that works while the others wait: no evidence, and the job goes on."""
     run.agent()
     async with Master(run) as master:
         await start(master, mode, floor=0.4, RING_PAUSE="3")

@@ -2,7 +2,7 @@ import pytest
 
 from agents.member import Member, Ordered
 from agents.ranks import left_early
-from agents.rules.groups import RankLook, describe, find_apart, group, waits
+from agents.rules.groups import RankLook, describe, find_apart, group, patience_seconds, waits
 from agents.rules.hang import Frame
 from agents.stacks import spy_text, stack_of
 from agents.steps import LogSteps
@@ -24,61 +24,108 @@ def evaluating(line):
     return (Frame("/x/model.py", line, f"layer{line}"), Frame("/x/train.py", 60, "evaluate"), TRAIN)
 
 
-def looks(stacks, *, at=0.0, cpu=(), state="S"):
-    """One look at all ranks; `cpu` are the ranks that use a whole core."""
+def looks(stacks, *, at=0.0, spins=(), polls=(), reads=(), loads=()):
+    """One look at all ranks. `spins` use a whole core, `polls` wake ten times a second, `reads` read, `loads` have children that compute."""
     return [
-        RankLook(rank=rank, member=f"rank-{rank}", pid=100 + rank, at=at, state=state, cpu_seconds=at if rank in cpu else 0.0, stack=stack)
+        RankLook(
+            rank=rank, member=f"rank-{rank}", pid=100 + rank, at=at, state="S", stack=stack,
+            cpu_seconds=at if rank in spins else 0.2 * at if rank in reads else 0.0,
+            children_cpu_seconds=at if rank in loads else 0.0,
+            switches=int(10 * at) if rank in (*spins, *polls, *reads) else 0,
+            calls=int(100 * at) if rank in reads else 0,
+        )
         for rank, stack in enumerate(stacks)
     ]  # fmt: skip
 
 
-def history(stacks, times=(0, 1, 6), cpu=()):
-    return [looks(stacks, at=float(at), cpu=cpu) for at in times]
+def history(stacks, times=(0, 1, 6), **doings):
+    return [looks(stacks, at=float(at), **doings) for at in times]
+
+
+def judge(looked, *, silence=None, lease=None, floor=5.0):
+    """Shortest lease 5 s; the job's last step was before the first look, as long as the shortest lease unless told."""
+    last = looked[-1][0].at if looked and looked[-1] else 0.0
+    silence = last + 5.0 if silence is None else silence
+    return find_apart(looked, silence_seconds=silence, lease_seconds=lease, floor_seconds=floor)
 
 
 @pytest.mark.parametrize(
-    ("stacks", "cpu", "times", "guilty", "kind"),
+    ("stacks", "doings", "guilty", "kind"),
     [
-        ([REDUCE, REDUCE, LOAD, REDUCE], (), (0, 1, 6), (2,), "straggler"),
-        ([REDUCE, REDUCE, None, REDUCE], (), (0, 1, 6), (2,), "straggler"),
-        ([REDUCE, REDUCE, LOAD, REDUCE], (2,), (0, 1, 6), None, ""),
-        ([REDUCE, REDUCE, LOAD, REDUCE], (2,), (0, 1, 6, 11), (2,), "straggler"),
-        ([REDUCE, REDUCE, LOAD, REDUCE], (0, 1, 3), (0, 1, 6), (2,), "straggler"),
-        ([REDUCE, LOAD], (), (0, 1, 6), (1,), "straggler"),
-        ([REDUCE, LOAD, LOAD, REDUCE], (), (0, 1, 6), (1, 2), "straggler"),
-        ([REDUCE, LOAD, LOAD, LOAD], (), (0, 1, 6), None, ""),
-        ([REDUCE, BARRIER, LOAD, REDUCE], (), (0, 1, 6), (2,), "straggler"),
-        ([REDUCE, REDUCE, BARRIER, REDUCE], (), (0, 1, 6), (2,), "mismatch"),
-        ([BACKWARD, BACKWARD, LOAD, BACKWARD], (), (0, 1, 6), (2,), "straggler"),
-        ([BACKWARD, BACKWARD, LOAD, BACKWARD], (0,), (0, 1, 6), None, ""),
-        ([BACKWARD, LOAD], (), (0, 1, 6), None, ""),
-        ([REDUCE] * 4, (), (0, 1, 6), None, ""),
-        ([evaluating(1)] * 4, (), (0, 1, 6, 60), None, ""),
-        ([REDUCE, REDUCE, LOAD, REDUCE], (), (0, 1), None, ""),
-        ([REDUCE, REDUCE, LOAD, REDUCE], (), (0, 1, 3), None, ""),
-        ([None] * 4, (), (0, 1, 6), None, ""),
-        ([], (), (0, 1, 6), None, ""),
+        ([REDUCE, REDUCE, LOAD, REDUCE], {}, (2,), "straggler"),
+        ([REDUCE, REDUCE, None, REDUCE], {}, (2,), "straggler"),
+        ([REDUCE, REDUCE, LOAD, REDUCE], {"spins": (0, 1, 3)}, (2,), "straggler"),
+        ([REDUCE, LOAD], {}, (1,), "straggler"),
+        ([REDUCE, LOAD, LOAD, REDUCE], {}, (1, 2), "straggler"),
+        ([REDUCE, LOAD, LOAD, LOAD], {}, None, ""),
+        ([REDUCE, BARRIER, LOAD, REDUCE], {}, (2,), "straggler"),
+        ([REDUCE, REDUCE, BARRIER, REDUCE], {}, (2,), "mismatch"),
+        ([BACKWARD, BACKWARD, LOAD, BACKWARD], {}, (2,), "straggler"),
+        ([BACKWARD, BACKWARD, LOAD, BACKWARD], {"spins": (0,)}, None, ""),
+        ([BACKWARD, LOAD], {}, None, ""),
+        ([REDUCE] * 4, {}, None, ""),
+        ([evaluating(1)] * 4, {}, None, ""),
+        ([None] * 4, {}, None, ""),
+        ([], {}, None, ""),
     ],
 )
-def test_the_few_that_the_many_wait_for_are_guilty(stacks, cpu, times, guilty, kind):
-    """A lease of 5 s: steady elsewhere in three looks over a lease, over two where it uses the processor; else nobody."""
-    found = find_apart(history(stacks, times, cpu), lease_seconds=5.0)
+@pytest.mark.parametrize("lease", [5.0, None])
+def test_the_few_that_the_many_wait_for_are_guilty(stacks, doings, guilty, kind, lease):
+    """Steady elsewhere in three looks while the many wait: named, whether a lease was learnt or not; else nobody is."""
+    found = judge(history(stacks, (0, 1, 6, 11), **doings), lease=lease)
     assert (None if found is None else found.ranks) == guilty
     assert found is None or found.kind == kind
 
 
+@pytest.mark.parametrize(
+    ("doing", "lease", "silence", "named"),
+    [
+        ("", 5.0, 9.0, False), ("", 5.0, 11.0, True), ("", 15.0, 11.0, True), ("", 50.0, 24.0, False), ("", 50.0, 26.0, True),
+        ("", None, 14.0, False), ("", None, 16.0, True),
+        ("spins", 5.0, 19.0, False), ("spins", 5.0, 21.0, True), ("spins", 25.0, 24.0, False), ("spins", 25.0, 26.0, True),
+        ("spins", None, 19.0, False), ("spins", None, 21.0, True),
+        ("polls", None, 30.0, False), ("polls", 5.0, 119.0, False), ("polls", 5.0, 121.0, True),
+        ("reads", None, 30.0, False), ("reads", 5.0, 121.0, True), ("loads", 5.0, 30.0, False), ("loads", None, 121.0, True),
+    ],
+)  # fmt: skip
+def test_patience_depends_on_what_the_guilty_does(doing, lease, silence, named):
+    """Asleep: two shortest leases or half a learnt one. Spinning: four or a whole one. Reading, or with busy children: two minutes."""
+    looked = history([REDUCE, REDUCE, LOAD, REDUCE], (0, 1, silence - 5.0), **({doing: (2,)} if doing else {}))
+    assert (judge(looked, silence=silence, lease=lease) is not None) == named
+
+
+def test_half_a_minute_is_enough_for_usual_steps():
+    """Steps of 2.5 s teach a lease of 25 s: asleep is named after 12.5 s of silence, spinning after 25."""
+    assert patience_seconds("asleep", 25.0, 5.0) == 12.5
+    assert patience_seconds("busy", 25.0, 5.0) == 25.0
+
+
+def test_two_looks_prove_nothing():
+    """A third look, at a distance, is needed however long the silence."""
+    assert judge(history([REDUCE, REDUCE, LOAD, REDUCE], (0, 20)), lease=5.0) is None
+    assert judge(history([REDUCE, REDUCE, LOAD, REDUCE], (0, 1, 3)), silence=600.0, lease=5.0) is None
+
+
 def test_who_moves_is_working():
-    """A rank that is in another function at each look computes: the others wait for it, and nobody is guilty."""
+    """A rank that is in another function at each look computes: what it did before it stood still does not count against it."""
     moving = [looks([REDUCE, REDUCE, evaluating(at), REDUCE], at=at) for at in (0.0, 1.0, 6.0, 20.0)]
-    assert find_apart(moving, lease_seconds=5.0) is None
-    settled = [*moving, *(looks([REDUCE, REDUCE, LOAD, REDUCE], at=at) for at in (21.0, 22.0, 27.0))]
-    assert find_apart(settled, lease_seconds=5.0).ranks == (2,)
+    assert judge(moving, lease=5.0) is None
+    stands = [*moving, *(looks([REDUCE, REDUCE, LOAD, REDUCE], at=at) for at in (21.0, 22.0, 27.0))]
+    assert judge(stands, lease=5.0) is None
+    assert judge([*stands, looks([REDUCE, REDUCE, LOAD, REDUCE], at=32.0)], lease=5.0).ranks == (2,)
+
+
+def test_steps_that_nobody_tells_of_are_no_silence():
+    """Where no lease is learnt and the many are scheduled too, they may step on between the looks: nobody is guilty of being busy."""
+    stacks = [REDUCE, REDUCE, LOAD, REDUCE]
+    assert judge(history(stacks, (0, 1, 60), spins=(0, 1, 2, 3)), silence=600.0) is None
+    assert judge(history(stacks, (0, 1, 60), spins=(0, 1, 2, 3)), silence=600.0, lease=5.0).ranks == (2,)
 
 
 def test_a_rank_that_is_gone_ends_the_comparison():
     """Looks at different ranks are not compared."""
     two = [looks([REDUCE, REDUCE, LOAD], at=0.0), *history([REDUCE, REDUCE, LOAD, REDUCE], (1, 2))]
-    assert find_apart(two, lease_seconds=0.5) is None
+    assert judge(two, lease=0.5, floor=0.1) is None
 
 
 def test_the_launcher_is_no_collective():

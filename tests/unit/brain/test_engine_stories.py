@@ -14,7 +14,7 @@ from aimaster.brain.events import (
 )
 from aimaster.brain.picture import picture
 from aimaster.wire import PROTOCOL_VERSION
-from aimaster.wire.actions import KillMember, SetPeers, StartMember, StopMember, StopNode
+from aimaster.wire.actions import KillMember, PeerAddress, SetPeers, StartMember, StopMember, StopNode
 from aimaster.wire.health import REFUSED, refusal
 from aimaster.wire.messages import Found, HangSuspected, Hello, MemberExited, Progress
 from tests.fakes.world import RANKS, RL, World, finding, plan_of, process
@@ -256,7 +256,7 @@ def test_a_hung_member_whose_node_is_lost_before_it_could_be_killed_keeps_its_in
 # -- hangs ----------------------------------------------------------------------------------------------------------------
 
 
-def suspect(world: World, member: str, *evidence: str, lease: float | None = 5.0) -> None:
+def suspect(world: World, member: str, *evidence: str, lease: float | None = 5.0, rank: int | None = None) -> None:
     node = world.state.members[member].node
     progress = Progress(
         phase="compute", step=7, beats=world.nodes[node].beats[member], age_seconds=6.0, lease_seconds=lease
@@ -269,9 +269,22 @@ def suspect(world: World, member: str, *evidence: str, lease: float | None = 5.0
             incarnation=world.nodes[node].alive[member],
             progress=progress,
             evidence=evidence,
+            rank=rank,
+            pid=None if rank is None else 4711,
             at=world.now,
         ),
     )
+
+
+def test_a_rank_that_stands_apart_is_named_though_nothing_was_learnt(ranks):
+    """Elsewhere than the others in two dumps is evidence by itself, and the verdict names rank and process, not only the member."""
+    member = next(iter(ranks.state.members))
+    suspect(ranks, member, "apart-from-group-twice", lease=None, rank=2)
+    (incident,) = ranks.state.incidents.values()
+    culprit = incident.verdict.culprit
+    assert (incident.verdict.category, culprit.rank, culprit.pid) == ("hang.straggler", 2, 4711)
+    assert "rank 2 stands elsewhere" in incident.verdict.summary
+    assert [action.member for _, action in orders(ranks, KillMember)] == [member]
 
 
 def test_a_stopped_member_is_killed_and_restarted_in_one_incident(rl):
@@ -547,7 +560,7 @@ def test_a_new_front_begins_a_new_attempt(rl):
 def test_agents_are_told_each_others_addresses(rl):
     """Whoever connects, all that are on the line know all."""
     newest = {node: action.peers for node, action in orders(rl, SetPeers)}
-    both = {"node-0": "http://node-0", "node-1": "http://node-1"}
+    both = {name: PeerAddress(url=f"http://{name}") for name in ("node-0", "node-1")}
     assert newest == {"node-0": both, "node-1": both}
 
 

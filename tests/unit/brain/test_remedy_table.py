@@ -13,13 +13,13 @@ from aimaster.wire.health import ACTIONS
 BOTH = (False, True)
 
 
-@pytest.mark.parametrize(("stopped", "same", "learnt", "waited"), list(itertools.product(BOTH, repeat=4)))
-def test_a_hang_is_killed_only_on_evidence(stopped, same, learnt, waited):
-    """State T in two looks, or the same frame twice in a learnt phase, or all others waiting: any is enough, silence is not."""
+@pytest.mark.parametrize(("stopped", "apart", "same", "learnt", "waited"), list(itertools.product(BOTH, repeat=5)))
+def test_a_hang_is_killed_only_on_evidence(stopped, apart, same, learnt, waited):
+    """State T in two looks, apart from its group in two, the same frame twice in a learnt phase, or all others waiting: any is enough."""
     answer = remedy.may_kill_hung(
-        stopped_twice=stopped, same_frame_twice=same, lease_learnt=learnt, others_wait_for_it=waited
+        stopped_twice=stopped, apart_twice=apart, same_frame_twice=same, lease_learnt=learnt, others_wait_for_it=waited
     )
-    assert answer is any((stopped, same and learnt, waited))
+    assert answer is any((stopped, apart, same and learnt, waited))
 
 
 LOST = {
