@@ -54,8 +54,27 @@ class Sight(msgspec.Struct, frozen=True, kw_only=True):
     """Between two comparisons of the clock with the master's."""
 
 
+class Whereabouts(msgspec.Struct, frozen=True, kw_only=True):
+    """Where this node stands. Set by AIMASTER_AGENT__LABELS."""
+
+    labels: str = ""
+    """Failure domains, widest first: `zone=a,rack=r7,switch=s3`. Copies of this node's snapshots go to other ones."""
+
+    def domains(self) -> dict[str, str]:
+        """Raises msgspec.ValidationError on anything but NAME=VALUE parted by commas."""
+        found: dict[str, str] = {}
+        for word in filter(None, (word.strip() for word in self.labels.split(","))):
+            name, equals, value = (part.strip() for part in word.partition("="))
+            if not name or not equals or not value or name in found:
+                raise msgspec.ValidationError(
+                    f"{ENV_PREFIX}LABELS has {word!r}: it takes NAME=VALUE,NAME=VALUE, each name once, widest domain first"
+                )
+            found[name] = value
+        return found
+
+
 class Keeping(msgspec.Struct, frozen=True, kw_only=True):
-    """How snapshots are kept on storage and at the peer."""
+    """How snapshots are kept on storage and at peers."""
 
     storage: str
     """Folder or mount."""
@@ -64,7 +83,13 @@ class Keeping(msgspec.Struct, frozen=True, kw_only=True):
     keep_every: int = 0
     """A checkpoint of each so-many-th step stays; 0: none."""
     replicate_every: int = 1
-    """Each so-many-th step is copied to a peer; 0: never."""
+    """Each so-many-th step is copied to peers; 0: never."""
+    copies: int = 1
+    """Peers that hold a copy."""
+    copy_bytes_per_second: float = 0.0
+    """All copies of this node together send no faster; 0: as fast as the wire."""
+    labels: dict[str, str] = {}
+    """Failure domains of this node, widest first."""
 
 
 def read_pace(environment: Mapping[str, str]) -> Pace:
@@ -79,7 +104,7 @@ def read_sight(environment: Mapping[str, str]) -> Sight:
 
 def _read(environment: Mapping[str, str], kind: type[T]) -> T:
     given = {name[len(ENV_PREFIX) :].lower(): text for name, text in environment.items() if name.startswith(ENV_PREFIX)}
-    known = {field.name for one in (Pace, Sight) for field in msgspec.structs.fields(one)}
+    known = {field.name for one in (Pace, Sight, Whereabouts) for field in msgspec.structs.fields(one)}
     unknown = sorted(set(given) - known)
     if unknown:
         raise msgspec.ValidationError(f"no setting {ENV_PREFIX}{unknown[0].upper()}; see `aimaster-agent --help`")
@@ -92,17 +117,21 @@ def read_plan(places: RunPlaces) -> JobPlan:
     return msgspec.json.decode(places.plan.read_bytes(), type=JobPlan)
 
 
-def read_keeping(places: RunPlaces) -> Keeping:
-    """From the resolved configuration where there is one (a wrapped command has none)."""
+def read_keeping(places: RunPlaces, environment: Mapping[str, str]) -> Keeping:
+    """From the resolved configuration where there is one (a wrapped command has none), and the labels from the environment."""
+    labels = _read(environment, Whereabouts).domains()
     try:
         snapshots = settings.from_json(places.resolved.read_bytes()).aimaster.snapshots
     except FileNotFoundError:
-        return Keeping(storage=os.fspath(places.storage))
+        return Keeping(storage=os.fspath(places.storage), labels=labels)
     return Keeping(
         storage=snapshots.storage or os.fspath(places.storage),
         keep=snapshots.keep or 3,
         keep_every=snapshots.keep_every,
         replicate_every=snapshots.replicate_every,
+        copies=snapshots.copies,
+        copy_bytes_per_second=snapshots.copy_mib_per_second * 2**20,
+        labels=labels,
     )
 
 

@@ -1,7 +1,7 @@
 """What the agent answers: to peers and people on TCP, with a token; to its own members on the unix socket, which only they can open.
 
-TCP   GET /v1/snapshots  GET /v1/snapshots/NAME  PUT /v1/replicas/NAME  /metrics /healthz /readyz
-unix  POST /v1/snapshots/sealed  POST /v1/snapshots/fetch  GET /v1/node
+TCP   GET /v1/snapshots  /metrics /healthz /readyz (bytes of snapshots go over plain sockets: easyckpt.shardserver)
+unix  POST /v1/snapshots/sealed  POST /v1/snapshots/trouble  POST /v1/snapshots/fetch  GET /v1/node
 """
 
 import contextlib
@@ -17,9 +17,8 @@ from agents.peers import Peers
 from aimaster.telemetry.tokens import Role, Tokens
 from aimaster.telemetry.web import Turning, add_health, explain_errors, guard, problem, reply_json, reply_packed
 from aimaster.wire import codec
-from aimaster.wire.checkpoint import FetchRequest, SealedNotice, Version
-from easyckpt import layout, replica
-from easyckpt.errors import EasyckptError, NoRoom, Pinned
+from aimaster.wire.checkpoint import FetchRequest, SaveTrouble, SealedNotice, SealedReply
+from easyckpt import layout
 
 LONGEST_BODY_BYTES = 1 << 20
 """Of a request that is read at once; copies are streamed and bounded by their own header."""
@@ -51,13 +50,7 @@ class Endpoints:
         outer = web.Application(
             middlewares=[explain_errors, guard(self._tokens, _needed)], client_max_size=LONGEST_BODY_BYTES
         )
-        outer.add_routes(
-            [
-                web.get("/v1/snapshots", self._list),
-                web.get("/v1/snapshots/{name}", self._send),
-                web.put("/v1/replicas/{name}", self._receive),
-            ]
-        )
+        outer.add_routes([web.get("/v1/snapshots", self._list)])
         add_health(
             outer,
             live={"event_loop": self.turning.check},
@@ -68,6 +61,7 @@ class Endpoints:
         inner.add_routes(
             [
                 web.post("/v1/snapshots/sealed", self._sealed),
+                web.post("/v1/snapshots/trouble", self._trouble),
                 web.post("/v1/snapshots/fetch", self._fetch),
                 web.get("/v1/snapshots", self._list),
                 web.get("/v1/node", self._describe),
@@ -97,44 +91,15 @@ class Endpoints:
             return reply_json(places)
         return reply_packed(places)
 
-    async def _send(self, request: web.Request) -> web.StreamResponse:
-        name = layout.parse_name(request.match_info["name"])
-        if name is None:
-            return problem(
-                404, f"{request.match_info['name']!r} is no segment name", "ask GET /v1/snapshots for the names"
-            )
-        try:
-            outgoing = replica.Outgoing(self._keeper.folder / str(name))
-        except (EasyckptError, FileNotFoundError) as error:
-            return problem(404, str(error), "it was overwritten or removed; ask GET /v1/snapshots again")
-        with outgoing:
-            response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
-            response.content_length = outgoing.total_bytes
-            await response.prepare(request)
-            for piece in outgoing:
-                await response.write(piece)
-            await response.write_eof()
-        return response
-
-    async def _receive(self, request: web.Request) -> web.StreamResponse:
-        try:
-            version = _version(request.query.get("version", ""))
-            place = await self._peers.receive(request.match_info["name"], request.content, version)
-        except NoRoom as error:
-            return problem(507, str(error), "free memory on this node, or copy less often")
-        except Pinned as error:
-            return problem(409, str(error), "send the next snapshot")
-        except EasyckptError as error:
-            self._peers.copies["refused"] += 1
-            return problem(422, str(error), "the bytes are not those that were sealed: send them again")
-        self._peers.copies["received"] += 1
-        return reply_packed(place)
-
     async def _sealed(self, request: web.Request) -> web.StreamResponse:
         notice = codec.decode(await request.read(), SealedNotice)
         if layout.parse_name(notice.name) is None:
             return problem(400, f"{notice.name!r} is no segment name", "send the file name of the sealed segment")
         self._keeper.note_sealed(notice)
+        return reply_packed(SealedReply(flush_trouble=self._keeper.flush_trouble))
+
+    async def _trouble(self, request: web.Request) -> web.StreamResponse:
+        self._keeper.note_trouble(codec.decode(await request.read(), SaveTrouble))
         return web.Response()
 
     async def _fetch(self, request: web.Request) -> web.StreamResponse:
@@ -148,12 +113,6 @@ class Endpoints:
         return reply_json(self._node.describe())
 
 
-def _needed(request: web.Request) -> Role:
-    """Looking is for everybody with a secret, bringing bytes for the run's own programs."""
-    return "member" if request.method == "PUT" else "read"
-
-
-def _version(text: str) -> Version | None:
-    """`LINEAGE.STEP`; None for anything else."""
-    lineage, _, step = text.partition(".")
-    return Version(int(lineage), int(step)) if lineage.isdecimal() and step.isdecimal() else None
+def _needed(_request: web.Request) -> Role:
+    """Looking is for everybody with a secret."""
+    return "read"

@@ -16,19 +16,25 @@ from pathlib import Path
 
 import structlog
 
+from agents import snapshot_findings
 from agents.config import Keeping
 from aimaster.wire import places
-from aimaster.wire.checkpoint import SealedNotice, SnapshotPlace, Version
-from aimaster.wire.health import Finding, Subject
+from aimaster.wire.checkpoint import SaveTrouble, SealedNotice, SnapshotPlace, Version
+from aimaster.wire.health import Finding
 from aimaster.wire.ids import MemberId, NodeId
 from aimaster.wire.messages import AgentEvent, Found, SnapshotMoved
 from easyckpt import flush, layout, shm, storage
-from easyckpt.errors import AlreadyFlushed, EasyckptError, StorageFull
+from easyckpt.claims import Claims
+from easyckpt.errors import AlreadyFlushed, BeingFlushed, EasyckptError
 from easyckpt.manifest import Manifest, folder_name
 from easyckpt.shm import Segment
+from easyckpt.takeover import take_over
 
 PIN_SECONDS = 600.0
 RETRY_SECONDS = 5.0
+TAKEOVER_SECONDS = 600.0
+GONE_LOOKS = 3
+"""A segment that is missing in so many looks, one a second, was removed and is not being replaced."""
 LOW_PRIORITY = 10
 log = structlog.get_logger()
 
@@ -44,7 +50,7 @@ class Keeper:
     ) -> None:
         self.memory = memory
         self.folder = places.segments(memory)
-        self.flushes: dict[str, int] = {"done": 0, "failed": 0}
+        self.flushes: dict[str, int] = {"done": 0, "failed": 0, "taken_over": 0}
         self.flush_seconds = 0.0
         """Of the last one."""
         self.sealed = asyncio.Event()
@@ -52,7 +58,15 @@ class Keeper:
         self._node = node
         self._keeping = keeping
         self._report = report
+        self.flush_trouble = ""
+        """Why nothing reaches storage at present."""
+        self._claims = Claims()
         self._known: dict[str, tuple[bytes, Segment]] = {}
+        self._proven: dict[tuple[str, tuple[int, int]], float] = {}
+        """By name and version: when a flush or a copy last read all its bytes against their digests."""
+        self._missing: dict[str, int] = {}
+        """Sealed segments of own members that are gone, and in how many looks."""
+        self._strange: set[str] = set()
         self._pins: dict[tuple[MemberId, Version], list[Path]] = {}
         self._failing: type[Exception] | None = None
         self._wanted = asyncio.Event()
@@ -88,11 +102,33 @@ class Keeper:
                 continue
             found.append(known[1])
         for gone in set(self._known) - set(names):
-            del self._known[gone]
+            if self._known.pop(gone)[1].tier == "shm":
+                self._missing.setdefault(gone, 0)
         return sorted(found, key=lambda one: (one.header.version, one.tier == "shm"), reverse=True)
 
     def places(self) -> tuple[SnapshotPlace, ...]:
         return tuple(self.place(segment) for segment in self.segments())
+
+    def note_proven(self, segment: Segment) -> None:
+        """All its bytes were just read and proven, here or by who received them."""
+        self._proven[segment.path.name, segment.header.version] = time.time()
+
+    def look_after(self) -> None:
+        """Once a second: notice what others removed from this memory, and what they put there."""
+        there = {str(name) for name in shm.segment_names(self.folder)}
+        self._missing = {name: looks + 1 for name, looks in self._missing.items() if name not in there}
+        lost = [name for name, looks in self._missing.items() if looks >= GONE_LOOKS]
+        if lost:
+            log.warning("segments_lost", names=lost)
+            self._find(snapshot_findings.segments_lost(self._node, lost, time.time()))
+        self._missing = {name: looks for name, looks in self._missing.items() if looks < GONE_LOOKS}
+        strange = set(shm.strangers(self.folder))
+        if strange - self._strange:
+            log.warning("strangers_in_memory", names=sorted(strange))
+            self._find(snapshot_findings.strangers_found(self._node, strange, time.time()))
+        self._strange = strange
+        held = {(name, known[1].header.version) for name, known in self._known.items()}
+        self._proven = {key: at for key, at in self._proven.items() if key in held}
 
     def place(self, segment: Segment) -> SnapshotPlace:
         header = segment.header
@@ -108,12 +144,25 @@ class Keeper:
             node=self._node,
             name=segment.path.name,
             size_bytes=segment.nbytes,
+            verified_at=self._verified_at(segment),
         )
+
+    def _verified_at(self, segment: Segment) -> float | None:
+        """A copy was proven as it came, just before its seal; an own segment when a flush or a copy of it last was."""
+        at = self._proven.get((segment.path.name, segment.header.version))
+        if at is None and segment.tier == "peer":
+            try:
+                at = segment.path.stat().st_mtime
+            except OSError:
+                at = None  # replaced just now: the next look shows the new one
+        return at
 
     def stored(self, role: str) -> list[SnapshotPlace]:
         """Committed checkpoints of a role on storage, newest first, one place a shard."""
         return [
-            place for record in storage.list_manifests(self._keeping.storage, role) for place in _stored_places(record)
+            place
+            for record in storage.list_manifests(self._keeping.storage, role)
+            for place in _stored_places(record, None)
         ]
 
     # -- to storage --------------------------------------------------------------------------------------------------
@@ -121,6 +170,9 @@ class Keeper:
     def note_sealed(self, notice: SealedNotice) -> None:
         """A member has sealed a segment."""
         self.sealed.set()
+        self._missing = {
+            name: looks for name, looks in self._missing.items() if not name.startswith(f"{notice.member}.")
+        }
         if not notice.flush:
             return
         try:
@@ -132,6 +184,11 @@ class Keeper:
         self._pins.setdefault((notice.member, notice.version), []).append(mark)
         self._wanted.set()
 
+    def note_trouble(self, trouble: SaveTrouble) -> None:
+        """A member has lost a snapshot on its way into memory."""
+        log.warning("save_failed", member=trouble.member, step=trouble.version.step, reason=trouble.text)
+        self._find(snapshot_findings.save_failed(self._node, trouble, time.time()))
+
     async def flush_forever(self) -> None:
         """Flush what is marked whenever something was; a failure is told and tried again."""
         loop = asyncio.get_running_loop()
@@ -140,11 +197,39 @@ class Keeper:
             self._wanted.clear()
             try:
                 flushed = await loop.run_in_executor(self._thread, self._flush_marked)
+            except BeingFlushed as error:
+                log.info("flush_waits", reason=str(error))
+                loop.call_later(RETRY_SECONDS, self._wanted.set)
+                continue
             except (EasyckptError, OSError) as error:
                 self._tell_failure(error)
                 loop.call_later(RETRY_SECONDS, self._wanted.set)
                 continue
             self._tell_flushed(flushed)
+
+    async def take_over(self, members: tuple[MemberId, ...], newest: Version | None) -> str:
+        """Flush what is held here of a lost node's members, unless another node does; returns what was done, in words."""
+        loop = asyncio.get_running_loop()
+        give_up_at = time.monotonic() + TAKEOVER_SECONDS
+        while True:
+            try:
+                records = await loop.run_in_executor(self._thread, self._take_over, members, newest)
+            except (EasyckptError, OSError) as error:
+                if not isinstance(error, BeingFlushed):
+                    self._tell_failure(error)
+                if time.monotonic() > give_up_at:
+                    return f"not flushed: {error}"
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            self._tell_flushed(
+                [(MemberId(record.member), Version(*record.version), record) for record in records], taken_over=True
+            )
+            done = ", ".join(f"step {record.step} of {record.member}" for record in records)
+            return f"flushed {done}" if done else "nothing newer than storage has is held here"
+
+    def _take_over(self, members: tuple[MemberId, ...], newest: Version | None) -> list[Manifest]:
+        limit = None if newest is None else (newest.lineage, newest.step)
+        return take_over(self.folder, self._keeping.storage, members, newest=limit, claims=self._claims)
 
     async def flush_newest(self) -> None:
         """Flush the newest whole step in this memory, marked or not, if storage has none as new. For the end of a node."""
@@ -193,10 +278,12 @@ class Keeper:
         header = chosen[0].header
         version = Version(*header.version)
         try:
-            record = flush.flush_segment(chosen, self._keeping.storage, pin_seconds=PIN_SECONDS)
+            record = flush.flush_segment(chosen, self._keeping.storage, pin_seconds=PIN_SECONDS, claims=self._claims)
         except (AlreadyFlushed, FileNotFoundError):  # by another node, or overwritten meanwhile: a newer one follows
             return MemberId(header.member), version, None
         self.flush_seconds = time.monotonic() - started
+        for segment in chosen:
+            self.note_proven(segment)
         if self._keeping.keep > 0:
             try:
                 flush.tidy(
@@ -210,37 +297,30 @@ class Keeper:
                 log.warning("old_checkpoints_stay", error=str(error))
         return MemberId(header.member), version, record
 
-    def _tell_flushed(self, flushed: list[_Flushed]) -> None:
-        self._failing = None
+    def _tell_flushed(self, flushed: list[_Flushed], *, taken_over: bool = False) -> None:
+        self._failing, self.flush_trouble = None, ""
         for member, version, record in flushed:
             self._release(member, before=version, also=True)
             if record is None:
                 continue
-            self.flushes["done"] += 1
+            self.flushes["taken_over" if taken_over else "done"] += 1
             log.info(
-                "flushed", member=member, step=record.step, lineage=record.lineage, seconds=round(self.flush_seconds, 3)
-            )
-            for place in _stored_places(record):
+                "flushed", member=member, step=record.step, lineage=record.lineage, seconds=round(self.flush_seconds, 3),
+                taken_over=taken_over,
+            )  # fmt: skip
+            for place in _stored_places(record, time.time()):
                 self._report(SnapshotMoved(place=place), time.time())
 
     def _tell_failure(self, error: Exception) -> None:
         self.flushes["failed"] += 1
         log.error("flush_failed", error=str(error))
+        self.flush_trouble = str(error)[: snapshot_findings.MOST_CHARACTERS]
         if type(error) is self._failing:  # told already, and still so
             return
         self._failing = type(error)
-        full = isinstance(error, StorageFull)
-        finding = Finding(
-            id=f"{self._node}:flush:{type(error).__name__}",
-            sign="agent.flush_failed",
-            category="node.disk_full" if full else "node.shared_fs",
-            role="self",
-            severity="critical" if full else "error",
-            subject=Subject(node=self._node),
-            node=self._node,
-            time_seconds=time.time(),
-            details={"error": str(error)[:500]},
-        )
+        self._find(snapshot_findings.flush_failed(self._node, error, time.time()))
+
+    def _find(self, finding: Finding) -> None:
         self._report(Found(finding=finding), time.time())
 
     def _release(self, member: MemberId, *, before: Version, also: bool = False) -> None:
@@ -260,7 +340,7 @@ class Keeper:
         shutil.rmtree(self.memory, ignore_errors=True)
 
 
-def _stored_places(record: Manifest) -> list[SnapshotPlace]:
+def _stored_places(record: Manifest, verified_at: float | None) -> list[SnapshotPlace]:
     folder = folder_name(record)
     return [
         SnapshotPlace(
@@ -275,6 +355,7 @@ def _stored_places(record: Manifest) -> list[SnapshotPlace]:
             node=None,
             name=f"{folder}/{shard.file}",
             size_bytes=shard.nbytes,
+            verified_at=verified_at,
         )
         for shard in record.shards
     ]

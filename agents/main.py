@@ -24,7 +24,8 @@ def main(run_dir: Path, node: str, host: str, port: int, front_pid: int | None, 
     """The sidecar of one node: starts its members, watches them, keeps their snapshots.
 
     Its pace is set by AIMASTER_AGENT__* (progress_seconds, look_seconds, pulse_seconds, sensor_seconds, ...), and so is where it
-    looks (kernel_log, log_paths, sys_root, cgroup_root, call_seconds).
+    looks (kernel_log, log_paths, sys_root, cgroup_root, call_seconds). AIMASTER_AGENT__LABELS names its failure domains, widest first
+    (rack=r7,switch=s3): copies of its snapshots go to nodes of others.
     """
     import os
 
@@ -36,7 +37,7 @@ def main(run_dir: Path, node: str, host: str, port: int, front_pid: int | None, 
 
     run = RunPlaces(run_dir.resolve())
     try:
-        plan, pace, keeping = read_plan(run), read_pace(os.environ), read_keeping(run)
+        plan, pace, keeping = read_plan(run), read_pace(os.environ), read_keeping(run, os.environ)
         sight = read_sight(os.environ)
     except (OSError, msgspec.MsgspecError) as error:
         raise click.UsageError(

@@ -38,13 +38,17 @@ from agents.sensors.process import identify
 from agents.sensors.reader import SensorReader
 from agents.trainer import RefusedError, Trainer
 from aimaster import catalogue
-from aimaster.telemetry.tokens import read_tokens
+from aimaster.telemetry.tokens import read_tokens, secret_of
 from aimaster.wire import PROTOCOL_VERSION, places
+from aimaster.wire.actions import PeerAddress
+from aimaster.wire.checkpoint import Version
 from aimaster.wire.health import Reading
 from aimaster.wire.ids import MemberId, NodeId
 from aimaster.wire.messages import AgentEvent, DeathNotice, Hello, MemberExited, MemberPicture, Pulse
 from aimaster.wire.places import RunPlaces
 from aimaster.wire.topology import JobPlan, ProcessId
+from easyckpt.events import Events
+from easyckpt.shardserver import ShardServer
 
 DRAIN_SECONDS = 3.0
 CAUSE_SECONDS = 0.1
@@ -96,7 +100,7 @@ class Node:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _held(self._folder / "lock"):
             async with aiohttp.ClientSession() as session:
-                self._build(session)
+                self._build(session, host)
                 await self._endpoints.start(host, port, places.agent_socket(self._memory))
                 self._write_identity()
                 loop = asyncio.get_running_loop()
@@ -107,12 +111,18 @@ class Node:
                 finally:
                     await self._close()
 
-    def _build(self, session: aiohttp.ClientSession) -> None:
+    def _build(self, session: aiohttp.ClientSession, host: str) -> None:
         self._session = session
         self._outbox = Outbox(self._folder / "outbox")
         self._keeper = Keeper(self._memory, self.name, self._keeping, self.report)
         self._keeper.open()
         self._peers = Peers(self.name, self._keeper, self._keeping, self._run.token, session, self.report)
+        self._shards = ShardServer(
+            self._keeper.folder,
+            host=host,
+            token=secret_of(self._run.token, "member"),
+            events=Events(self._peers.hear),
+        )
         self._hangs = HangWatch(self._memory, node=self.name, pace=self._pace, report=self.report, spawn=self._spawn)
         signs = catalogue.load()
         self._logs = LogWatch(self.name, signs, self.report, heard=self._hangs.hear)
@@ -176,6 +186,8 @@ class Node:
         self._eyes.close()
         self._named_logs.close()
         self._trainer.close()
+        self._peers.close()
+        self._shards.close()
         self._keeper.close()
         await self._endpoints.close()
         self._outbox.close()
@@ -282,8 +294,11 @@ class Node:
             raise RefusedError(f"{member} gives no stacks: it does not handle SIGUSR2, or is stopped")
         return text
 
-    def set_peers(self, peers: dict[NodeId, str]) -> None:
+    def set_peers(self, peers: dict[NodeId, PeerAddress]) -> None:
         self._peers.set(peers)
+
+    async def take_over_flush(self, members: tuple[MemberId, ...], newest: Version | None) -> str:
+        return await self._keeper.take_over(members, newest)
 
     async def stop_node(self, *, grace_seconds: float, remove_memory: bool) -> None:
         self._remove_memory = remove_memory
@@ -317,6 +332,8 @@ class Node:
             node=self.name,
             outbox_id=self._outbox.outbox_id,
             url=self._endpoints.url,
+            labels=self._keeping.labels,
+            shards="{}:{}".format(*self._shards.address),
             pid=os.getpid(),
             term_seen=self._orders.term,
             starts=self._starts,
@@ -326,6 +343,7 @@ class Node:
 
     def _pulse(self) -> Pulse:
         """Readings go once: a thousand nodes would tell their master the same eight GPUs every second."""
+        self._keeper.look_after()
         readings = self._readings()
         known = {id(one) for one in self._shown[1]} if self._shown[0] == self._link.connections else set()
         fresh = tuple(one for one in readings if id(one) not in known)
@@ -340,7 +358,7 @@ class Node:
             "url": self._endpoints.url,
             "pid": os.getpid(),
             "master_connected": self._link.connected,
-            "peers": dict(self._peers.urls),
+            "peers": self._peers.addresses,
             "members": self.pictures(),
             "snapshots": self._keeper.places(),
         }

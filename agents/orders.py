@@ -15,7 +15,18 @@ import msgspec
 import structlog
 
 from agents.trainer import RefusedError, Trainer
-from aimaster.wire.actions import DumpStacks, KillMember, Order, SetPeers, StartMember, StopMember, StopNode
+from aimaster.wire.actions import (
+    DumpStacks,
+    KillMember,
+    Order,
+    PeerAddress,
+    SetPeers,
+    StartMember,
+    StopMember,
+    StopNode,
+    TakeOverFlush,
+)
+from aimaster.wire.checkpoint import Version
 from aimaster.wire.ids import MemberId, NodeId, OrderId, Term
 from aimaster.wire.messages import AgentEvent, OrderDone
 
@@ -27,7 +38,8 @@ class Node(Protocol):
     """What orders need of the node beyond its members."""
 
     async def dump_stacks(self, member: MemberId) -> str: ...
-    def set_peers(self, peers: dict[NodeId, str]) -> None: ...
+    def set_peers(self, peers: dict[NodeId, PeerAddress]) -> None: ...
+    async def take_over_flush(self, members: tuple[MemberId, ...], newest: Version | None) -> str: ...
     async def stop_node(self, *, grace_seconds: float, remove_memory: bool) -> None: ...
     def leave(self) -> None: ...
 
@@ -87,6 +99,8 @@ class Orders:
     async def _carry_out(self, order: Order) -> None:
         action = order.action
         subject = action.spec.member if isinstance(action, StartMember) else getattr(action, "member", "node")
+        if isinstance(action, TakeOverFlush):
+            subject = f"flush of {action.node}"  # it may take long, and holds up nothing
         try:
             async with self._locks[subject]:
                 detail = await self._act(order)
@@ -124,6 +138,8 @@ class Orders:
             case SetPeers(peers=peers):
                 self._node.set_peers(peers)
                 return f"{len(peers)} peers"
+            case TakeOverFlush(members=members, newest=newest):
+                return await self._node.take_over_flush(members, newest)
             case StopNode(grace_seconds=grace, remove_memory=remove):
                 await self._node.stop_node(grace_seconds=grace, remove_memory=remove)
                 return "stopped"

@@ -1,14 +1,15 @@
-"""Snapshots between nodes, agent to agent: the newest of each own member is copied to one peer, and what a member lacks is fetched.
+"""Snapshots between nodes, agent to agent: the newest of each own member is copied to peers, and what a member lacks is fetched.
 
-Bytes are those of the segment; the receiver proves every digest and seals last, so a broken copy is refused and never a candidate.
-The peer is the next node in the ring of names; when it does not answer, the one after it. A peer replaced under its old name has a
-new address and gets the newest copy again.
+Which peers: those in other failure domains first (rack, switch: the nodes' labels), never this node, spread evenly. Bytes go over plain sockets
+in threads, after a cut from where they stopped, under a cap where one is set; the receiver proves every digest and seals last. A peer that does
+not answer is left out for a while and the next best one holds the copy. A peer replaced under its old name has a new address and gets it again.
 """
 
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import aiohttp
@@ -17,20 +18,30 @@ import structlog
 
 from agents.config import Keeping, bearer
 from agents.keeper import Keeper
+from aimaster.telemetry.tokens import secret_of
 from aimaster.wire import codec
+from aimaster.wire.actions import PeerAddress
 from aimaster.wire.checkpoint import FetchReply, FetchRequest, SnapshotPlace, Version
 from aimaster.wire.ids import NodeId
 from aimaster.wire.messages import AgentEvent, SnapshotMoved
-from easyckpt import layout, replica
-from easyckpt.errors import EasyckptError, Foreign
+from easyckpt import placement
+from easyckpt.errors import BadSegment, EasyckptError, Pinned
+from easyckpt.events import Event
+from easyckpt.shardserver import Peer
+from easyckpt.shardwire import Bandwidth
 from easyckpt.shm import Segment
 
 LIST_SECONDS = 2.0
-COPY_SECONDS = 600.0
+COPY_SILENCE_SECONDS = 10.0
+"""A copy that moves no byte for so long is cut, and goes on over a new connection for as long again."""
 RETRY_SECONDS = 1.0
-FEED_BYTES = 1 << 20
-NEVER = (-1, -1)
+AVOID_SECONDS = 10.0
+"""A peer that did not answer, or refused, is left out for so long."""
+COPY_THREADS = 8
 log = structlog.get_logger()
+
+_Held = dict[NodeId, tuple[str, tuple[int, int]]]
+"""By node: the address that a copy went to, and its version."""
 
 
 class Peers:
@@ -45,127 +56,142 @@ class Peers:
         session: aiohttp.ClientSession,
         report: Callable[[AgentEvent, float], None],
     ) -> None:
-        self.urls: dict[NodeId, str] = {}
-        self.copies: dict[str, int] = {"sent": 0, "failed": 0, "received": 0, "refused": 0, "fetched": 0}
+        self.addresses: dict[NodeId, PeerAddress] = {}
+        self.copies: dict[str, int] = {
+            "sent": 0, "failed": 0, "received": 0, "resumed": 0, "refused": 0, "fetched": 0,
+        }  # fmt: skip
         self._node = node
         self._keeper = keeper
         self._keeping = keeping
         self._token_file = token_file
         self._session = session
         self._report = report
-        self._copied: dict[str, tuple[str, tuple[int, int]]] = {}
-        """By member and rank: where the newest copy went, and its version."""
-        self._silent: set[NodeId] = set()
-        """Peers that did not answer last time; said once."""
+        cap = keeping.copy_bytes_per_second
+        self._bandwidth = Bandwidth(cap) if cap > 0 else None
+        self._copied: defaultdict[str, _Held] = defaultdict(dict)
+        """By member and rank: who holds the newest copies."""
+        self._avoided: dict[NodeId, float] = {}
+        """Peers that are left out, and until when."""
+        self._busy: set[tuple[str, NodeId]] = set()
         self._retry: asyncio.TimerHandle | None = None
-        self._arriving: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._fetching: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """By member and rank: two copies that arrive at once would share a slot."""
+        self._threads = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="copy")
 
-    def set(self, urls: dict[NodeId, str]) -> None:
-        """Addresses of all agents of the run, this one included or not."""
-        self.urls = {node: url for node, url in urls.items() if node != self._node}
+    def set(self, addresses: dict[NodeId, PeerAddress]) -> None:
+        """All agents of the run, this one included or not."""
+        for node, address in addresses.items():
+            if self.addresses.get(node) != address:
+                self._avoided.pop(node, None)  # it is another one, or has moved
+        self.addresses = {node: address for node, address in addresses.items() if node != self._node}
         self._keeper.sealed.set()
 
-    def ring(self) -> list[NodeId]:
-        """The peers in the order in which they are tried."""
-        names = sorted(self.urls)
-        return [name for name in names if name > self._node] + [name for name in names if name < self._node]
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
-    # -- copies to a peer --------------------------------------------------------------------------------------------
+    def hear(self, event: Event) -> None:
+        """What the server of this node's segments did; called on its threads."""
+        outcome = event.kind.removeprefix("copy_")
+        if outcome in ("received", "resumed", "refused"):
+            self.copies[outcome] += 1
+        if outcome == "refused":
+            log.warning("copy_not_taken", reason=event.text)
+
+    # -- copies to peers ---------------------------------------------------------------------------------------------
 
     async def copy_forever(self) -> None:
         """Copy the newest sealed segment of each own member whenever something was sealed; an overtaken one is skipped."""
-        while True:
-            await self._keeper.sealed.wait()
-            self._keeper.sealed.clear()
-            if self._keeping.replicate_every <= 0 or not self.urls:
-                continue
-            for segment in self._due():
-                if not await self._copy(segment):
-                    self._try_again()
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await self._keeper.sealed.wait()
+                self._keeper.sealed.clear()
+                for segment, node in self._due():
+                    self._busy.add((_key(segment), node))
+                    group.create_task(self._copy(segment, node))
+
+    def holders(self, need_bytes: int = 0) -> list[NodeId]:
+        """The peers that are to hold this node's copies now, best first."""
+        now = time.monotonic()
+        nodes = [placement.Node(name=self._node, labels=self._keeping.labels)]
+        nodes += [
+            placement.Node(name=node, labels=address.labels)
+            for node, address in self.addresses.items()
+            if address.shards and self._avoided.get(node, 0.0) <= now
+        ]
+        chosen = placement.choose_peers(self._node, nodes, copies=self._keeping.copies, need_bytes=need_bytes)
+        return [NodeId(name) for name in chosen]
+
+    def _due(self) -> list[tuple[Segment, NodeId]]:
+        if self._keeping.replicate_every <= 0 or self._keeping.copies <= 0 or not self.addresses:
+            return []
+        newest: dict[str, Segment] = {}
+        for segment in self._keeper.segments():
+            if segment.tier == "shm" and segment.header.step % self._keeping.replicate_every == 0:
+                newest.setdefault(_key(segment), segment)
+        holders = self.holders()
+        if len(holders) < min(self._keeping.copies, len(self.addresses)):
+            self._try_again()  # somebody is left out for now
+        due = []
+        for key, segment in newest.items():
+            for node in holders:
+                held = self._copied[key].get(node)
+                if (key, node) not in self._busy and held != (self.addresses[node].shards, segment.header.version):
+                    due.append((segment, node))
+        return due
+
+    async def _copy(self, segment: Segment, node: NodeId) -> None:
+        key = _key(segment)
+        address = self.addresses[node].shards
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._threads, self._push, address, segment)
+        except (BadSegment, FileNotFoundError) as error:  # overwritten before it was pinned: a newer one is there
+            log.debug("copy_overtaken", name=segment.path.name, error=str(error))
+            self._keeper.sealed.set()
+        except Pinned as error:  # it takes another copy of this member just now
+            log.debug("copy_waits", peer=node, error=str(error))
+            self._try_again()
+        except (OSError, msgspec.MsgspecError) as error:
+            if node not in self._avoided:
+                log.info("peer_silent", peer=node, error=str(error)[:200])
+            self._avoid(node)
+        except EasyckptError as error:
+            self.copies["failed"] += 1
+            log.warning("copy_refused", peer=node, name=segment.path.name, reason=str(error))
+            place = msgspec.structs.replace(self._keeper.place(segment), tier="peer", node=node)
+            self._report(SnapshotMoved(place=place, error=str(error)[:500]), time.time())
+            self._avoid(node)
+        else:
+            self._avoided.pop(node, None)
+            self.copies["sent"] += 1
+            self._copied[key][node] = (address, segment.header.version)
+            self._keeper.note_proven(segment)
+            self._keeper.sealed.set()  # something newer may be there by now
+        finally:
+            self._busy.discard((key, node))
+
+    def _push(self, address: str, segment: Segment) -> None:
+        peer = self._peer(address)
+        peer.push(
+            segment.path,
+            expected=segment.header,
+            bandwidth=self._bandwidth,
+            patience_seconds=COPY_SILENCE_SECONDS,
+        )
+
+    def _peer(self, address: str) -> Peer:
+        host, _, port = address.rpartition(":")
+        token = secret_of(self._token_file, "member")
+        return Peer((host, int(port)), token=token, timeout_seconds=COPY_SILENCE_SECONDS)
+
+    def _avoid(self, node: NodeId) -> None:
+        """Leave a peer out for a while; the next best one is tried now."""
+        self._avoided[node] = time.monotonic() + AVOID_SECONDS
+        self._keeper.sealed.set()
 
     def _try_again(self) -> None:
         if self._retry is not None:
             self._retry.cancel()
         self._retry = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._keeper.sealed.set)
-
-    def _due(self) -> list[Segment]:
-        newest: dict[str, Segment] = {}
-        for segment in self._keeper.segments():
-            if segment.tier == "shm" and segment.header.step % self._keeping.replicate_every == 0:
-                newest.setdefault(f"{segment.header.member}.r{segment.header.rank}", segment)
-        due = []
-        for key, segment in newest.items():
-            where, version = self._copied.get(key, ("", NEVER))
-            if where not in self.urls.values() or version < segment.header.version:
-                due.append(segment)
-        return due
-
-    async def _copy(self, segment: Segment) -> bool:
-        for peer in self.ring():
-            url = self.urls[peer]
-            try:
-                answer = await self._put(url, segment)
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                if peer not in self._silent:
-                    log.info("peer_silent", peer=peer, error=str(error)[:200])
-                self._silent.add(peer)
-                continue
-            except EasyckptError as error:  # overwritten before it was pinned: a newer one is there
-                log.debug("copy_overtaken", name=segment.path.name, error=str(error))
-                return True
-            self._silent.discard(peer)
-            if answer is None:
-                self.copies["sent"] += 1
-                self._copied[f"{segment.header.member}.r{segment.header.rank}"] = (url, segment.header.version)
-                return True
-            self.copies["failed"] += 1
-            log.warning("copy_refused", peer=peer, name=segment.path.name, reason=answer)
-            place = msgspec.structs.replace(self._keeper.place(segment), tier="peer", node=peer)
-            self._report(SnapshotMoved(place=place, error=answer), time.time())
-            return False
-        return False
-
-    async def _put(self, url: str, segment: Segment) -> str | None:
-        """None when the peer holds it, else the peer's reason."""
-        with replica.Outgoing(segment.path, deadline=COPY_SECONDS) as outgoing:
-            if outgoing.segment.header != segment.header:
-                return None  # a newer one lies there by now; its own seal wakes the copy
-            async with self._session.put(
-                f"{url}/v1/replicas/{segment.path.name}",
-                params={"version": "{}.{}".format(*segment.header.version)},
-                data=_pieces(outgoing),
-                headers=bearer(self._token_file) | {"Content-Length": str(outgoing.total_bytes)},
-                timeout=aiohttp.ClientTimeout(total=COPY_SECONDS, sock_connect=LIST_SECONDS, sock_read=60.0),
-            ) as response:
-                return None if response.status == 200 else (await response.text())[:500]
-
-    async def receive(self, name: str, content: aiohttp.StreamReader, version: Version | None = None) -> SnapshotPlace:
-        """Take a segment that arrives, unless it is here already: `version` is what its sender says of it.
-
-        Raises EasyckptError when it is not proven; nothing of it is a candidate then.
-        """
-        parsed = layout.parse_name(name)
-        if parsed is None:
-            raise Foreign(f"{name!r} is not the name of a segment; the copy is refused")
-        async with self._arriving[f"{parsed.member}.r{parsed.rank}"]:
-            for place in self._keeper.places():
-                if (place.member, place.rank, place.version) == (parsed.member, parsed.rank, version):
-                    async for _ in content.iter_any():  # a sender that is cut off would take it for a failure
-                        pass
-                    return place
-            incoming = replica.Incoming(self._keeper.folder, name)
-            try:
-                held = bytearray()
-                async for piece in content.iter_any():
-                    held += piece
-                    if len(held) >= FEED_BYTES:
-                        await asyncio.to_thread(incoming.feed, bytes(held))
-                        held.clear()
-                incoming.feed(held)
-                return self._keeper.place(incoming.commit())
-            finally:
-                incoming.abort()
 
     # -- fetching for a local member ---------------------------------------------------------------------------------
 
@@ -182,8 +208,9 @@ class Peers:
     async def _fetch(self, request: FetchRequest) -> tuple[SnapshotPlace, ...]:
         offers: list[tuple[int, NodeId, tuple[SnapshotPlace, ...]]] = []
         offers += [(2, self._node, group) for group in whole(self._keeper.places(), request)]
-        lists = await asyncio.gather(*(self._list(node) for node in self.ring()))
-        for node, held in zip(self.ring(), lists, strict=True):
+        nodes = sorted(self.addresses)
+        lists = await asyncio.gather(*(self._list(node) for node in nodes))
+        for node, held in zip(nodes, lists, strict=True):
             offers += [(1, node, group) for group in whole(held, request)]
         try:
             stored = await asyncio.to_thread(self._keeper.stored, request.role)
@@ -196,7 +223,7 @@ class Peers:
                 return group
             try:
                 return tuple([await self._get(node, place) for place in group])
-            except (aiohttp.ClientError, TimeoutError, OSError, EasyckptError) as error:
+            except (OSError, EasyckptError) as error:
                 self.copies["refused"] += 1
                 log.warning(
                     "fetch_failed", peer=node, version=msgspec.to_builtins(group[0].version), error=str(error)[:300]
@@ -204,12 +231,12 @@ class Peers:
         return ()
 
     async def _list(self, node: NodeId) -> tuple[SnapshotPlace, ...]:
-        url = self.urls.get(node)
-        if url is None:
+        address = self.addresses.get(node)
+        if address is None:
             return ()
         try:
             async with self._session.get(
-                f"{url}/v1/snapshots",
+                f"{address.url}/v1/snapshots",
                 headers=bearer(self._token_file),
                 timeout=aiohttp.ClientTimeout(total=LIST_SECONDS),
             ) as response:
@@ -219,15 +246,22 @@ class Peers:
             return ()
 
     async def _get(self, node: NodeId, place: SnapshotPlace) -> SnapshotPlace:
-        timeout = aiohttp.ClientTimeout(total=COPY_SECONDS, sock_connect=LIST_SECONDS, sock_read=60.0)
-        url = f"{self.urls[node]}/v1/snapshots/{place.name}"
-        async with self._session.get(url, headers=bearer(self._token_file), timeout=timeout) as response:
-            response.raise_for_status()
-            got = await self.receive(place.name, response.content, place.version)
+        """One shard from a peer's memory, unless it has come here meanwhile."""
+        async with self._fetching[f"{place.member}.r{place.rank}"]:
+            for here in self._keeper.places():
+                if (here.member, here.rank, here.version) == (place.member, place.rank, place.version):
+                    return here
+            peer = self._peer(self.addresses[node].shards)
+            segment = await asyncio.to_thread(peer.pull, place.name, self._keeper.folder)
+            got = self._keeper.place(segment)
         if got.version != place.version:
             raise EasyckptError(f"{place.name} of {node} was overwritten meanwhile: it holds {got.version} now")
         self.copies["fetched"] += 1
         return got
+
+
+def _key(segment: Segment) -> str:
+    return f"{segment.header.member}.r{segment.header.rank}"
 
 
 def whole(
@@ -246,9 +280,3 @@ def whole(
         for ranks in groups.values()
         if len(ranks) == next(iter(ranks.values())).ranks
     ]
-
-
-async def _pieces(outgoing: replica.Outgoing) -> AsyncIterator[bytes]:
-    for piece in outgoing:
-        yield piece
-        await asyncio.sleep(0)

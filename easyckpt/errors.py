@@ -6,6 +6,7 @@ EasyckptError
 ├── NoRoom           memory for the segments is not there (needed, free, how to mend)
 ├── SaveFailed       a save or flush in the background failed; told on the next call
 ├── NotReady         a wait ran past its deadline
+├── Refused          this machine does not allow an optional way of saving; the reason in words
 ├── BadSegment       bytes that cannot be used
 │   ├── Foreign      not a segment of this engine (or of a newer format)
 │   ├── Unsealed     being written, or its writer was killed
@@ -15,6 +16,7 @@ EasyckptError
 └── StorageError     the flush could not be committed; what was there before is intact
     ├── StorageFull      disk or quota
     ├── StorageDenied    read-only or not permitted
+    ├── BeingFlushed     another writer is at the same step
     └── AlreadyFlushed   another writer committed the same step
 """
 
@@ -52,6 +54,10 @@ class NotReady(EasyckptError, TimeoutError):
     """A wait ran past its deadline."""
 
 
+class Refused(EasyckptError):
+    """This machine does not allow an optional way of saving."""
+
+
 class BadSegment(EasyckptError):
     """Bytes that cannot be used as a snapshot."""
 
@@ -86,6 +92,10 @@ class StorageFull(StorageError):
 
 class StorageDenied(StorageError):
     """Read-only or not permitted."""
+
+
+class BeingFlushed(StorageError):
+    """Another writer is at the same step; it is looked at again later."""
 
 
 class AlreadyFlushed(StorageError):

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from easyckpt import digest, manifest, retain, shm
+from easyckpt.claims import Claim, Claims
 from easyckpt.digest import StreamCheck
-from easyckpt.errors import AlreadyFlushed, EasyckptError, Torn, Unsealed
+from easyckpt.errors import AlreadyFlushed, BeingFlushed, EasyckptError, Torn, Unsealed
 from easyckpt.events import Event, Events
 from easyckpt.layout import Rewind, Version
 from easyckpt.manifest import Manifest, Shard
@@ -31,10 +32,11 @@ def flush_segment(
     storage: str | os.PathLike[str] | Storage,
     *,
     pin_seconds: float = PIN_SECONDS,
+    claims: Claims | None = None,
 ) -> Manifest:
-    """Commits the segments of all ranks of one member at one step. Raises StorageError, Corrupt, Torn, AlreadyFlushed.
+    """Commits the segments of all ranks of one member at one step. Raises StorageError, Corrupt, Torn, AlreadyFlushed, BeingFlushed.
 
-    Nothing that was committed before is touched; a failed flush leaves no manifest.
+    Nothing that was committed before is touched; a failed flush leaves no manifest. `claims` remembers what other writers were seen to do.
     """
     segments = [segments] if isinstance(segments, Segment) else sorted(segments, key=lambda one: one.header.rank)
     _check_whole(segments)
@@ -47,7 +49,8 @@ def flush_segment(
         for segment in segments:
             stack.enter_context(_pinned(segment, pin_seconds))
         opened = [stack.enter_context(_reopen(segment)) for segment in segments]
-        shards = [_write(fd, segment, target, folder) for fd, segment in zip(opened, segments, strict=True)]
+        claim = stack.enter_context((claims or Claims()).held(target, folder))
+        shards = [_write(fd, segment, target, folder, claim) for fd, segment in zip(opened, segments, strict=True)]
         record = manifest.of([segment.header for segment in segments], shards)
         target.commit(folder, manifest.encode(record))
     return record
@@ -91,6 +94,7 @@ class Flusher:
         self._keep_every = keep_every
         self._events = events or Events()
         self._flushed: set[Version] | None = None
+        self._claims = Claims()
 
     def flush_newest(self, *, marked_only: bool = True) -> Manifest | None:
         """One step, if there is one to flush (marked for it, or any). Raises what went wrong after saying so as an event."""
@@ -102,12 +106,12 @@ class Flusher:
         lineage, step = chosen[0].header.version
         started = time.monotonic()
         try:
-            record = flush_segment(chosen, self._storage)
+            record = flush_segment(chosen, self._storage, claims=self._claims)
         except AlreadyFlushed:
             self._flushed.add((lineage, step))
             return None
-        except Torn:
-            return None  # overwritten or removed meanwhile: the next call sees the newer one
+        except (Torn, BeingFlushed):
+            return None  # overwritten or removed meanwhile, or in other hands: the next call sees what became of it
         except (EasyckptError, OSError) as error:
             self._events.emit(Event(kind="flush_failed", text=str(error), lineage=lineage, step=step, tier="storage"))
             raise
@@ -223,8 +227,8 @@ def _reopen(segment: Segment) -> Iterator[int]:
         os.close(fd)
 
 
-def _write(fd: int, segment: Segment, target: Storage, folder: str) -> Shard:
-    name = manifest.shard_name(segment.header)
+def _write(fd: int, segment: Segment, target: Storage, folder: str, claim: Claim) -> Shard:
+    name = manifest.shard_name(segment.header, claim.suffix)
     check = StreamCheck(segment.header, where=str(segment.path))
     prefix = segment.prefix_bytes
 
@@ -234,6 +238,7 @@ def _write(fd: int, segment: Segment, target: Storage, folder: str) -> Shard:
             for at in range(0, segment.nbytes, PIECE_BYTES):
                 piece = view[at : at + PIECE_BYTES]
                 check.feed(piece[max(0, prefix - at) :])
+                claim.beat()
                 yield piece
 
         target.write_shard(folder, name, pieces())

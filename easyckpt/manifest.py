@@ -91,8 +91,8 @@ def parse_folder(name: str) -> Version | None:
     return (int(found[1]), int(found[2])) if found else None
 
 
-def shard_name(header: SegmentHeader) -> str:
-    return f"{header.member}.r{header.rank}.safetensors"
+def shard_name(header: SegmentHeader, suffix: str = "") -> str:
+    return f"{header.member}.r{header.rank}{suffix}.safetensors"
 
 
 def of(headers: list[SegmentHeader], shards: list[Shard]) -> Manifest:

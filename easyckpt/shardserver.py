@@ -1,8 +1,8 @@
 """Segments over plain sockets and threads, at wire speed: give a peer a copy, take one, or restore straight out of a peer's memory.
 
-One request a line (JSON), one answer a line, then bytes. Verbs: `list` (headers' versions), `open` + `range` (read a pinned segment),
-`put` (send a segment; after a cut it goes on where the receiver is). Loopback by default; anything wider needs a token, which is compared
-in constant time. Every wait has a deadline, the number of connections a bound. The receiver proves every byte before it seals.
+Verbs: `list` (names of sealed segments), `open` + `range` (read a pinned segment), `put` (send a segment; after a cut it goes on where the
+receiver is). Loopback by default; anything wider needs a token, which is compared in constant time. Every wait has a deadline, the number
+of connections a bound. The receiver proves every byte before it seals.
 """
 
 from __future__ import annotations
@@ -18,50 +18,20 @@ from pathlib import Path
 import msgspec
 
 from easyckpt import layout, replica, shm
+from easyckpt.arrivals import Arrivals
 from easyckpt.digest import digest_bytes
-from easyckpt.errors import EasyckptError, StorageError, Torn
-from easyckpt.events import Event, Events
+from easyckpt.errors import EasyckptError, Pinned, StorageError, Torn
+from easyckpt.events import Events
 from easyckpt.layout import SegmentHeader
-from easyckpt.replica import Incoming, Outgoing
+from easyckpt.replica import Outgoing
+from easyckpt.shardwire import Answer, Bandwidth, Lines, Request, hear, say
 from easyckpt.shm import Segment
 
 TIMEOUT_SECONDS = 30.0
-SUSPENDED_SECONDS = 120.0
+PATIENCE_SECONDS = 10.0
+AGAIN_SECONDS = 0.1
 CONNECTIONS = 64
-LINE_BYTES = 64 << 10
 PIECE_BYTES = 4 << 20
-
-
-class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a client asks for."""
-
-    verb: str
-    """list, open, range or put."""
-    token: str = ""
-    """Shared secret; empty on loopback."""
-    name: str = ""
-    """File name of a segment."""
-    at: int = 0
-    """First byte of a range."""
-    nbytes: int = 0
-    """Of a range, or of the whole segment to put."""
-    prefix_digest: str = ""
-    """Of all bytes before the tensors: which segment a put is about, also after a cut."""
-
-
-class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the server says before any bytes."""
-
-    error: str = ""
-    """Why not."""
-    at: int = 0
-    """Where a put goes on."""
-    nbytes: int = 0
-    """Bytes that follow, or length of an opened segment."""
-    prefix_bytes: int = 0
-    """Bytes before the tensors of an opened segment."""
-    names: tuple[str, ...] = ()
-    """Sealed segments."""
 
 
 class ShardServer:
@@ -75,7 +45,7 @@ class ShardServer:
         self._folder = folder
         self._token = token
         self._events = events or Events()
-        self._suspended: dict[str, tuple[Incoming, float]] = {}
+        self._arrivals = Arrivals(folder, self._events)
         self._lock = threading.Lock()
         self._slots = threading.BoundedSemaphore(CONNECTIONS)
         self._listener = socket.create_server((host, port), backlog=CONNECTIONS)
@@ -93,9 +63,7 @@ class ShardServer:
             for connection in self._open:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
-            for incoming, _ in self._suspended.values():
-                incoming.abort()
-            self._suspended.clear()
+        self._arrivals.close()
 
     def _accept(self) -> None:
         while not self._closing.is_set():
@@ -116,12 +84,12 @@ class ShardServer:
             self._open.add(connection)
         try:
             with connection, contextlib.ExitStack() as stack:
-                lines = _Lines(connection)
+                lines = Lines(connection)
                 opened: Outgoing | None = None
                 while (line := lines.read()) is not None:
                     request = msgspec.json.decode(line, type=Request)
                     if not hmac.compare_digest(request.token.encode(), self._token.encode()):
-                        _say(connection, Answer(error="the token is wrong"))
+                        say(connection, Answer(error="the token is wrong"))
                         return
                     opened = self._answer(connection, lines, request, opened, stack)
         except (OSError, msgspec.MsgspecError):
@@ -134,61 +102,27 @@ class ShardServer:
     def _answer(
         self,
         connection: socket.socket,
-        lines: _Lines,
+        lines: Lines,
         request: Request,
         opened: Outgoing | None,
         stack: contextlib.ExitStack,
     ) -> Outgoing | None:
         try:
             if request.verb == "list":
-                _say(connection, Answer(names=tuple(segment.path.name for segment in shm.scan(self._folder))))
+                say(connection, Answer(names=tuple(segment.path.name for segment in shm.scan(self._folder))))
             elif request.verb == "open" and layout.parse_name(request.name) is not None:
                 opened = stack.enter_context(Outgoing(self._folder / request.name))
-                _say(connection, Answer(nbytes=opened.total_bytes, prefix_bytes=opened.header_bytes))
+                say(connection, Answer(nbytes=opened.total_bytes, prefix_bytes=opened.header_bytes))
             elif request.verb == "range" and opened is not None:
-                _say(connection, Answer(nbytes=request.nbytes))
+                say(connection, Answer(nbytes=request.nbytes))
                 opened.send_range(connection, request.at, request.nbytes)
             elif request.verb == "put":
-                self._take(connection, lines, request)
+                self._arrivals.take(connection, lines, request)
             else:
-                _say(connection, Answer(error=f"cannot {request.verb!r} {request.name!r}"))
+                say(connection, Answer(error=f"cannot {request.verb!r} {request.name!r}"))
         except (EasyckptError, FileNotFoundError) as error:
-            _say(connection, Answer(error=str(error)))
+            say(connection, Answer(error=str(error), again=isinstance(error, Pinned)))
         return opened
-
-    def _take(self, connection: socket.socket, lines: _Lines, request: Request) -> None:
-        incoming = self._resume(request)
-        try:
-            _say(connection, Answer(at=incoming.received_bytes))
-            block = memoryview(bytearray(PIECE_BYTES))
-            while incoming.received_bytes < request.nbytes:
-                count = lines.receive_some_into(block[: request.nbytes - incoming.received_bytes])
-                incoming.feed(block[:count])
-            segment = incoming.commit()
-        except OSError:
-            with self._lock:
-                self._suspended[request.prefix_digest] = (incoming, time.monotonic())
-            raise
-        except BaseException as error:
-            incoming.abort()
-            self._events.emit(Event(kind="copy_refused", tier="peer", text=str(error)))
-            raise
-        header = segment.header
-        self._events.emit(
-            Event(kind="copy_received", tier="peer", lineage=header.lineage, step=header.step, nbytes=segment.nbytes)
-        )
-        _say(connection, Answer(nbytes=segment.nbytes))
-
-    def _resume(self, request: Request) -> Incoming:
-        """What a cut left of this segment, or a new start. What nobody came back for is dropped."""
-        now = time.monotonic()
-        with self._lock:
-            for key, (incoming, since) in list(self._suspended.items()):
-                if now - since > SUSPENDED_SECONDS:
-                    incoming.abort()
-                    del self._suspended[key]
-            found = self._suspended.pop(request.prefix_digest, None)
-        return found[0] if found is not None else Incoming(self._folder, request.name)
 
 
 class Peer:
@@ -202,30 +136,35 @@ class Peer:
     def names(self) -> list[str]:
         """Sealed segments there, newest first."""
         with self._connect() as connection:
-            return list(self._ask(connection, _Lines(connection), Request(verb="list")).names)
+            return list(self._ask(connection, Lines(connection), Request(verb="list")).names)
 
-    def push(self, path: Path, *, bytes_per_second: float | None = None, tries: int = 3) -> int:
-        """Gives the peer a copy; after a cut goes on where it was. Returns the bytes that were sent in all tries together."""
-        sent = 0
+    def push(
+        self,
+        path: Path,
+        *,
+        expected: SegmentHeader | None = None,
+        bandwidth: Bandwidth | None = None,
+        patience_seconds: float = PATIENCE_SECONDS,
+    ) -> int:
+        """Gives the peer a copy; returns the bytes that were sent in all tries together.
+
+        A peer that cannot be reached at first raises OSError at once. After a cut the copy goes on at the byte where the receiver is, until
+        nothing has moved for `patience_seconds`. Raises Torn when the file is no longer the `expected` one.
+        """
         with Outgoing(path) as outgoing:
+            if expected is not None and outgoing.segment.header != expected:
+                raise Torn(f"{path} was overwritten before it was sent; a newer one is there")
             prefix = outgoing.read(0, outgoing.header_bytes)
-            request = Request(
-                verb="put", name=path.name, nbytes=outgoing.total_bytes, prefix_digest=digest_bytes(prefix)
-            )
-            for attempt in range(tries):
+            sending = _Sending(outgoing, digest_bytes(prefix), bandwidth)
+            while True:
                 try:
                     with self._connect() as connection:
-                        lines = _Lines(connection)
-                        at = self._ask(connection, lines, request).at
-                        for piece in _paced(outgoing, at, bytes_per_second):
-                            connection.sendall(piece)
-                            sent += len(piece)
-                        _hear(lines)
-                        return sent
-                except OSError:
-                    if attempt == tries - 1:
+                        sending.move(connection, self._token)
+                        return sending.sent_bytes
+                except (OSError, Pinned):
+                    if not sending.may_go_on(time.monotonic(), patience_seconds):
                         raise
-        return sent
+                time.sleep(AGAIN_SECONDS)
 
     def pull(self, name: str, folder: Path) -> Segment:
         """Takes a copy of a segment into a folder."""
@@ -246,9 +185,48 @@ class Peer:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection
 
-    def _ask(self, connection: socket.socket, lines: _Lines, request: Request) -> Answer:
-        connection.sendall(msgspec.json.encode(msgspec.structs.replace(request, token=self._token)) + b"\n")
-        return _hear(lines)
+    def _ask(self, connection: socket.socket, lines: Lines, request: Request) -> Answer:
+        say(connection, msgspec.structs.replace(request, token=self._token))
+        return hear(lines)
+
+
+class _Sending:
+    """One segment on its way to a peer, over one connection after the other."""
+
+    def __init__(self, outgoing: Outgoing, prefix_digest: str, bandwidth: Bandwidth | None) -> None:
+        self._outgoing = outgoing
+        self._request = Request(
+            verb="put", name=outgoing.path.name, nbytes=outgoing.total_bytes, prefix_digest=prefix_digest
+        )
+        self._bandwidth = bandwidth
+        self.sent_bytes = 0
+        self._reached = -1
+        """The byte that the receiver last asked for; -1 while it never answered."""
+        self._stuck_since: float | None = None
+        """The first cut since the receiver had more than before."""
+
+    def move(self, connection: socket.socket, token: str) -> None:
+        """From where the receiver is to the end, and the receiver's word that every byte was proven."""
+        lines = Lines(connection)
+        say(connection, msgspec.structs.replace(self._request, token=token))
+        at = hear(lines).at
+        if at > self._reached:
+            self._reached, self._stuck_since = at, None
+        most = PIECE_BYTES if self._bandwidth is None else min(PIECE_BYTES, self._bandwidth.piece_bytes)
+        while at < self._request.nbytes:
+            count = min(most, self._request.nbytes - at)
+            if self._bandwidth is not None:
+                self._bandwidth.take(count)
+            self._outgoing.send_range(connection, at, count)
+            at += count
+            self.sent_bytes += count
+        hear(lines)
+
+    def may_go_on(self, now: float, patience_seconds: float) -> bool:
+        """After a cut: whether the peer has answered before, and has got on within the time."""
+        if self._stuck_since is None:
+            self._stuck_since = now
+        return self._reached >= 0 and now - self._stuck_since <= patience_seconds
 
 
 class RemoteShard:
@@ -306,71 +284,12 @@ class RemoteShard:
         except OSError as error:
             raise StorageError(f"{self.where}: {error}; another copy is tried") from error
 
-    def _wire(self) -> tuple[socket.socket, _Lines, Answer]:
-        wire: tuple[socket.socket, _Lines, Answer] | None = getattr(self._local, "wire", None)
+    def _wire(self) -> tuple[socket.socket, Lines, Answer]:
+        wire: tuple[socket.socket, Lines, Answer] | None = getattr(self._local, "wire", None)
         if wire is None:
             connection = self._peer._connect()  # noqa: SLF001 - one module
             self._connections.append(connection)
-            lines = _Lines(connection)
+            lines = Lines(connection)
             answer = self._peer._ask(connection, lines, Request(verb="open", name=self._name))  # noqa: SLF001 - one module
             wire = self._local.wire = (connection, lines, answer)
         return wire
-
-
-class _Lines:
-    """Lines and bytes from one socket, in turn."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._pending = bytearray()
-
-    def read(self) -> bytes | None:
-        """The next line; None at the end."""
-        while (end := self._pending.find(b"\n")) < 0:
-            if len(self._pending) > LINE_BYTES:
-                raise ConnectionAbortedError("a line is too long")
-            block = self._connection.recv(LINE_BYTES)
-            if not block:
-                return None
-            self._pending += block
-        line = bytes(self._pending[:end])
-        del self._pending[: end + 1]
-        return line
-
-    def receive_some_into(self, target: memoryview) -> int:
-        """At least one byte; an end of the connection is an error here."""
-        if self._pending:
-            count = min(len(target), len(self._pending))
-            target[:count] = self._pending[:count]
-            del self._pending[:count]
-            return count
-        count = self._connection.recv_into(target)
-        if count == 0:
-            raise ConnectionResetError("the connection was cut")
-        return count
-
-
-def _say(connection: socket.socket, answer: Answer) -> None:
-    connection.sendall(msgspec.json.encode(answer) + b"\n")
-
-
-def _hear(lines: _Lines) -> Answer:
-    line = lines.read()
-    if line is None:
-        raise ConnectionResetError("the peer closed the connection")
-    answer = msgspec.json.decode(line, type=Answer)
-    if answer.error:
-        raise EasyckptError(f"the peer refused: {answer.error}")
-    return answer
-
-
-def _paced(outgoing: Outgoing, at: int, bytes_per_second: float | None) -> Iterator[bytes]:
-    """The segment's bytes from `at` on, no faster than the cap."""
-    started, sent = time.monotonic(), 0
-    for piece in outgoing.pieces(at):
-        yield piece
-        sent += len(piece)
-        if bytes_per_second:
-            ahead = sent / bytes_per_second - (time.monotonic() - started)
-            if ahead > 0:
-                time.sleep(ahead)

@@ -113,6 +113,16 @@ def segment_names(folder: Path) -> list[SegmentName]:
     return [parsed for name in sorted(names) if (parsed := layout.parse_name(name)) is not None]
 
 
+def strangers(folder: Path) -> list[str]:
+    """Names in a folder of segments that are neither a segment nor a mark of ours."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    ours = (layout.parse_name, _WRITER.fullmatch, _PIN.fullmatch)
+    return sorted(name for name in names if not any(known(name) for known in ours))
+
+
 def verify(path: str | os.PathLike[str]) -> Segment:
     """Reads every byte of a segment against its digests. Raises Corrupt, Unsealed, Foreign, or Torn if its writer came meanwhile."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import secrets
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -35,7 +36,7 @@ class Reader(Protocol):
 
 
 class Storage(Protocol):
-    """Five verbs. A folder of a checkpoint is named ROLE/lLLL-sSSSSSSSSS-eEEE; names are relative to the storage."""
+    """Few verbs. A folder of a checkpoint is named ROLE/lLLL-sSSSSSSSSS-eEEE; names are relative to the storage."""
 
     def write_shard(self, folder: str, name: str, pieces: Iterable[memoryview]) -> None:
         """Makes one file durable. The pieces may be reused as soon as the next one is asked for."""
@@ -56,6 +57,18 @@ class Storage(Protocol):
 
     def age_seconds(self, folder: str, now: float) -> float:
         """Since something was last written into the folder."""
+
+    def create(self, folder: str, name: str, raw: bytes) -> bool:
+        """Makes a small file, exclusively; False where it is there already."""
+
+    def read_small(self, folder: str, name: str) -> bytes:
+        """Raises FileNotFoundError."""
+
+    def remove(self, folder: str, names: Iterable[str]) -> None:
+        """Removes files; one that is gone already is no error."""
+
+    def stamps(self, folder: str) -> dict[str, str]:
+        """What lies in a folder, each file with a mark that changes when it is written to; nothing where there is no folder."""
 
 
 def open_storage(where: str | os.PathLike[str] | Storage) -> Storage:
@@ -98,7 +111,8 @@ class FolderStorage:
 
     def write_shard(self, folder: str, name: str, pieces: Iterable[memoryview]) -> None:
         target = self.root / folder / name
-        part = target.with_name(f".{name}.{os.getpid()}{PART_SUFFIX}")
+        # A name of its own: on shared storage two hosts may well write under one pid.
+        part = target.with_name(f".{name}.{secrets.token_hex(4)}{PART_SUFFIX}")
         with told(target):
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -111,7 +125,7 @@ class FolderStorage:
 
     def commit(self, folder: str, raw: bytes) -> None:
         target = self.root / folder / FILE_NAME
-        part = target.with_name(f".{FILE_NAME}.{os.getpid()}{PART_SUFFIX}")
+        part = target.with_name(f".{FILE_NAME}.{secrets.token_hex(4)}{PART_SUFFIX}")
         with told(target):
             self._sync_folder(target.parent)
             try:
@@ -153,6 +167,41 @@ class FolderStorage:
         path = self.root / folder
         times = [path.stat().st_mtime, *(entry.stat().st_mtime for entry in os.scandir(path))]
         return now - max(times)
+
+    def create(self, folder: str, name: str, raw: bytes) -> bool:
+        target = self.root / folder / name
+        with told(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                fd = self._files.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            except FileExistsError:
+                return False
+            try:
+                if raw:
+                    self._files.write(fd, memoryview(raw), 0)
+            except OSError:
+                target.unlink(missing_ok=True)
+                raise
+            finally:
+                os.close(fd)
+            return True
+
+    def read_small(self, folder: str, name: str) -> bytes:
+        return (self.root / folder / name).read_bytes()
+
+    def remove(self, folder: str, names: Iterable[str]) -> None:
+        for name in names:
+            with told(self.root / folder / name):
+                (self.root / folder / name).unlink(missing_ok=True)
+
+    def stamps(self, folder: str) -> dict[str, str]:
+        found = {}
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for entry in os.scandir(self.root / folder):
+                with contextlib.suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    found[entry.name] = f"{status.st_size} {status.st_mtime_ns}"
+        return found
 
     def _publish(self, part: Path, target: Path, raw: bytes) -> None:
         """The manifest appears whole or not at all; where the file system has no links, it is written in place, with its digest as proof."""

@@ -93,6 +93,42 @@ class UrlStorage:
             times += [float(seconds)] if isinstance(seconds, int | float) else []
         return now - max(times) if times else 0.0
 
+    def create(self, folder: str, name: str, raw: bytes) -> bool:
+        path = f"{self._root}/{folder}/{name}"
+        with self._told(path):
+            self._fs.makedirs(f"{self._root}/{folder}", exist_ok=True)
+            self._fs.invalidate_cache()
+            if self._fs.exists(path):
+                return False
+            try:
+                self._fs.pipe_file(path, raw, mode="create")
+            except FileExistsError:
+                return False
+            except (TypeError, NotImplementedError):
+                self._fs.pipe_file(path, raw)
+            return True
+
+    def read_small(self, folder: str, name: str) -> bytes:
+        return bytes(self._fs.cat_file(f"{self._root}/{folder}/{name}"))
+
+    def remove(self, folder: str, names: Iterable[str]) -> None:
+        for name in names:
+            with self._told(f"{folder}/{name}"), contextlib.suppress(FileNotFoundError):
+                self._fs.rm_file(f"{self._root}/{folder}/{name}")
+
+    def stamps(self, folder: str) -> dict[str, str]:
+        self._fs.invalidate_cache()
+        try:
+            found = self._fs.ls(f"{self._root}/{folder}", detail=True)
+        except FileNotFoundError:
+            return {}
+        return {
+            one["name"]
+            .rstrip("/")
+            .rpartition("/")[2]: f"{one.get('size')} {one.get('mtime') or one.get('LastModified') or ''}"
+            for one in found
+        }
+
     def _names(self, path: str) -> list[str]:
         try:
             found = self._fs.ls(path, detail=True)

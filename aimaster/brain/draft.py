@@ -128,5 +128,5 @@ def concerns(action: orders.Action) -> MemberId | None:
             return action.spec.member
         case orders.KillMember() | orders.StopMember() | orders.DumpStacks():
             return action.member
-        case orders.SetPeers() | orders.StopNode():
+        case orders.SetPeers() | orders.TakeOverFlush() | orders.StopNode():
             return None

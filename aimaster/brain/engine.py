@@ -71,7 +71,7 @@ def _believe(d: Draft, event: Event) -> None:
         case Reported():
             reports.reported(d, event.node, event.outbox_id, event.report)
         case NodeLost() if event.node in d.state.nodes:
-            reports.lost(d, event.node, event.silent_since)
+            reports.lost(d, event.node, event.silent_since, event.newest)
         case IncidentMoved():
             incidents.moved(d, event)
         case IncidentSettled():

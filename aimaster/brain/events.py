@@ -8,6 +8,7 @@ Action       what the master is to do; orders are also kept in the state until t
 import msgspec
 
 from aimaster.wire.actions import Order
+from aimaster.wire.checkpoint import Version
 from aimaster.wire.ids import Incarnation, IncidentId, MemberId, NodeId, Term
 from aimaster.wire.messages import ControllerPulse, Hello, Pulse, Report
 from aimaster.wire.topology import JobPlan
@@ -53,6 +54,8 @@ class NodeLost(msgspec.Struct, frozen=True, kw_only=True, tag="node_lost"):
 
     node: NodeId
     silent_since: float
+    newest: Version | None = None
+    """The newest committed step, as its controller last told; None where none tells."""
 
 
 class MemberVanished(msgspec.Struct, frozen=True, kw_only=True, tag="member_vanished"):

@@ -96,7 +96,9 @@ def _reason(state: State, findings: tuple[str, ...]) -> str:
 def _node(node: Node, view: View) -> NodeStatus:
     seen = view.nodes.get(node.node)
     at = max(node.seen_at, seen.at if seen is not None and node.state == "connected" else 0.0)
-    return NodeStatus(node=node.node, state=node.state, url=node.url, agent_pid=node.agent_pid, seen_at=at)
+    return NodeStatus(
+        node=node.node, state=node.state, url=node.url, agent_pid=node.agent_pid, seen_at=at, labels=node.labels
+    )
 
 
 def _member(member: Member, view: View, *, in_epoch: bool) -> MemberStatus:

@@ -9,6 +9,7 @@ from aimaster.brain.exits import at_the_end
 from aimaster.brain.remedy import is_echo
 from aimaster.brain.state import LIVE, Member, Node, SubjectKind
 from aimaster.wire import actions as orders
+from aimaster.wire.checkpoint import Version
 from aimaster.wire.health import Finding, Subject, Verdict
 from aimaster.wire.ids import Incarnation, MemberId, NodeId, Term
 from aimaster.wire.messages import (
@@ -35,7 +36,10 @@ def connected(d: Draft, hello: Hello) -> None:
     old = d.state.nodes[hello.node]
     emptied = old.outbox_id not in ("", hello.outbox_id)
     new_agent = old.agent_pid not in (0, hello.pid)
-    fields = {"url": hello.url, "agent_pid": hello.pid, "agent_starts": hello.starts, "seen_at": d.now}
+    fields = {
+        "url": hello.url, "shards": hello.shards, "labels": hello.labels,
+        "agent_pid": hello.pid, "agent_starts": hello.starts, "seen_at": d.now,
+    }  # fmt: skip
     if old.outbox_id != hello.outbox_id:
         fields |= {"outbox_id": hello.outbox_id, "acknowledged": 0}
     _catch_up(d, hello)
@@ -93,7 +97,7 @@ def disconnected(d: Draft, node: NodeId, seen_at: float) -> None:
         endings.node_stopped(d, node)  # it has seen that the front is gone, and ended by itself
 
 
-def lost(d: Draft, node: NodeId, silent_since: float) -> None:
+def lost(d: Draft, node: NodeId, silent_since: float, newest: Version | None) -> None:
     """Nobody on the node was heard for too long: its members are placed elsewhere."""
     if d.state.nodes[node].state not in ("silent", "waiting"):
         return
@@ -108,7 +112,8 @@ def lost(d: Draft, node: NodeId, silent_since: float) -> None:
         return
     why = f"neither its agent nor any of its members was heard for {d.now - silent_since:.0f} s"
     who = [member for member in d.state.members_on(node) if member.state in LIVE or member.state == "planned"]
-    _lose(d, node, who, silent_since, verdicts.node_lost(node, silent_since, why))
+    _lose(d, node, who, silent_since, verdicts.node_lost(node, silent_since, why), newest)
+    _tell_peers(d)
 
 
 def _replaced(d: Draft, old: Node, hello: Hello) -> None:
@@ -121,11 +126,11 @@ def _replaced(d: Draft, old: Node, hello: Hello) -> None:
     ]
     if gone and d.state.ending is None:
         since = old.seen_at if old.state == "silent" else d.now
-        _lose(d, old.node, gone, since, verdicts.node_replaced(old.node, since))
+        _lose(d, old.node, gone, since, verdicts.node_replaced(old.node, since), None)
 
 
-def _lose(d: Draft, node: NodeId, who: list[Member], since: float, verdict: Verdict) -> None:
-    """Its members are dead in one incident; one that was being killed stays in its own."""
+def _lose(d: Draft, node: NodeId, who: list[Member], since: float, verdict: Verdict, newest: Version | None) -> None:
+    """Its members are dead in one incident; one that was being killed stays in its own. Who holds copies of theirs flushes them."""
     condemned = [member for member in who if member.condemned_in in d.state.incidents]
     with_it = [member for member in who if member not in condemned]
     for member in with_it:
@@ -138,6 +143,11 @@ def _lose(d: Draft, node: NodeId, who: list[Member], since: float, verdict: Verd
         incidents.death(d, member.member, verdict, d.now)
     if not d.state.incidents[incident.incident].action:
         d.incident(incident.incident, action="replace_node")
+    if who:
+        order = orders.TakeOverFlush(node=node, members=tuple(member.member for member in who), newest=newest)
+        for other in d.state.nodes.values():
+            if other.node != node and other.state == "connected":
+                d.order(other.node, order, f"incident {incident.incident}")
 
 
 def _meet(d: Draft, node: NodeId, picture: MemberPicture) -> None:
@@ -173,7 +183,9 @@ def _runs(d: Draft, member: Member, incarnation: Incarnation, started_at: float)
 def _tell_peers(d: Draft) -> None:
     """Tell every agent the addresses of all, when they changed."""
     peers = {
-        node.node: node.url for node in d.state.nodes.values() if node.state in ("connected", "silent") and node.url
+        node.node: orders.PeerAddress(url=node.url, shards=node.shards, labels=node.labels)
+        for node in d.state.nodes.values()
+        if node.state in ("connected", "silent") and node.url
     }
     if len(d.state.nodes) < 2:
         return

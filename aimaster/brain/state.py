@@ -64,6 +64,10 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     node: NodeId
     state: NodeState = "waiting"
     url: str = ""
+    shards: str = ""
+    """`HOST:PORT` on which its agent gives and takes segments."""
+    labels: dict[str, str] = {}
+    """Failure domains, widest first."""
     outbox_id: str = ""
     acknowledged: int = 0
     """Highest report sequence of that outbox that was believed."""

@@ -30,6 +30,7 @@ from aimaster.brain.events import (
 from aimaster.brain.remedy import is_node_lost
 from aimaster.brain.state import LIVE, Commit, Member, Node, NodeView, Rewind, State, View
 from aimaster.wire.actions import StartMember
+from aimaster.wire.checkpoint import Version
 from aimaster.wire.ids import Incarnation, MemberId
 from aimaster.wire.messages import ControllerPulse
 
@@ -162,7 +163,9 @@ def _of_node(state: State, view: View, node: Node, now: float) -> Iterator[Event
     )
     elsewhere = any(other.state == "connected" for other in state.nodes.values())
     if lost and elsewhere:
-        yield NodeLost(node=node.node, silent_since=since)
+        pulse = view.controller
+        newest = None if pulse is None else Version(pulse.lineage, pulse.step)
+        yield NodeLost(node=node.node, silent_since=since, newest=newest)
 
 
 def _of_member(state: State, view: View, member: Member, now: float) -> Iterator[Event]:

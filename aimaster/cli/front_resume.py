@@ -29,6 +29,8 @@ MAY_CHANGE: Final = frozenset(
         "aimaster.record_gradients",
         "aimaster.reward_seconds",
         "aimaster.reward_workers",
+        "aimaster.snapshots.copies",
+        "aimaster.snapshots.copy_mib_per_second",
         "aimaster.snapshots.flush_every",
         "aimaster.snapshots.keep",
         "aimaster.snapshots.keep_every",

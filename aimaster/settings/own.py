@@ -51,7 +51,11 @@ class SnapshotSettings(Table, frozen=True, kw_only=True):
     save_every: Positive = 1
     """A snapshot into the node's memory every so many steps."""
     replicate_every: NonNegative = 1
-    """Each so-many-th snapshot is copied to a peer node; 0: never."""
+    """Each so-many-th snapshot is copied to peer nodes; 0: never."""
+    copies: NonNegative = 1
+    """Peer nodes that hold a copy, in other failure domains first (AIMASTER_AGENT__LABELS of each node names its own)."""
+    copy_mib_per_second: NonNegative = 0
+    """All copies of a node together send no faster; 0: no cap."""
     flush_every: NonNegative = 0
     """Each so-many-th step is written to storage; 0: as train.ckpt.save_freq says."""
     keep: LimitOrAll = 0

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from aimaster.wire.checkpoint import Version
 from aimaster.wire.ids import Incarnation, MemberId, NodeId, OrderId, Term
 from aimaster.wire.topology import MemberSpec
 
@@ -36,10 +37,34 @@ class DumpStacks(msgspec.Struct, frozen=True, kw_only=True, tag="dump_stacks"):
     incarnation: Incarnation
 
 
-class SetPeers(msgspec.Struct, frozen=True, kw_only=True, tag="set_peers"):
-    """Addresses of all agents of the run, for peer copies."""
+class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where another node's agent is, and in which failure domains."""
 
-    peers: dict[NodeId, str]
+    url: str
+    shards: str = ""
+    """`HOST:PORT` on which it gives and takes segments; empty: it does not."""
+    labels: dict[str, str] = {}
+    """Failure domains, widest first."""
+
+
+class SetPeers(msgspec.Struct, frozen=True, kw_only=True, tag="set_peers"):
+    """All agents of the run, the one that is told included, for peer copies."""
+
+    peers: dict[NodeId, PeerAddress]
+
+
+class TakeOverFlush(msgspec.Struct, frozen=True, kw_only=True, tag="take_over_flush"):
+    """A node is lost: bring to storage the newest whole step of its members that is held here, unless storage has one as new.
+
+    Given to every node, since who holds which copy may have changed; on storage only one of them writes.
+    """
+
+    node: NodeId
+    """The lost one."""
+    members: tuple[MemberId, ...]
+    """Who ran there."""
+    newest: Version | None = None
+    """The newest committed step, on the live lineage: nothing else is flushed. None: the job has no such word."""
 
 
 class StopNode(msgspec.Struct, frozen=True, kw_only=True, tag="stop_node"):
@@ -50,7 +75,7 @@ class StopNode(msgspec.Struct, frozen=True, kw_only=True, tag="stop_node"):
     """True at the clean end of a run: the node's segment folder is removed after the flush."""
 
 
-Action = StartMember | KillMember | StopMember | DumpStacks | SetPeers | StopNode
+Action = StartMember | KillMember | StopMember | DumpStacks | SetPeers | TakeOverFlush | StopNode
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True, tag="order"):

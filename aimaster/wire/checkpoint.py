@@ -33,6 +33,8 @@ class SnapshotPlace(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """File name within the node's segment folder, or path within the storage folder."""
     size_bytes: int
+    verified_at: float | None = None
+    """When all its bytes were last proven by their digests, at this place or on the way from it (Unix seconds); None: not since the seal."""
 
 
 class SealedNotice(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +45,21 @@ class SealedNotice(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     version: Version
     flush: bool
+
+
+class SealedReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The agent's answer to it."""
+
+    flush_trouble: str = ""
+    """Why nothing of this node reaches storage at present; empty while it does."""
+
+
+class SaveTrouble(msgspec.Struct, frozen=True, kw_only=True):
+    """Trainer to its agent (`POST /v1/snapshots/trouble`): a snapshot was lost in the background."""
+
+    member: MemberId
+    version: Version
+    text: str
 
 
 class FetchRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -29,6 +29,8 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     url: str = ""
     agent_pid: int = 0
     seen_at: float = 0.0
+    labels: dict[str, str] = {}
+    """Failure domains, widest first."""
 
 
 class IncidentStatus(msgspec.Struct, frozen=True, kw_only=True):

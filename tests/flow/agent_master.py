@@ -20,9 +20,11 @@ import aiohttp
 import msgspec
 from aiohttp import WSMsgType, web
 
+from aimaster.settings import load
+from aimaster.settings.render import to_json
 from aimaster.wire import codec
-from aimaster.wire.actions import Action, Order, SetPeers, StartMember
-from aimaster.wire.checkpoint import SealedNotice, Version
+from aimaster.wire.actions import Action, Order, PeerAddress, SetPeers, StartMember
+from aimaster.wire.checkpoint import SealedNotice, SealedReply, Version
 from aimaster.wire.ids import Incarnation, MemberId, NodeId, OrderId, RunId, Term
 from aimaster.wire.messages import (
     Ack,
@@ -40,6 +42,7 @@ from aimaster.wire.places import RunPlaces, agent_socket, node_memory, segments
 from aimaster.wire.topology import JobPlan, MemberSpec
 from easyckpt import shm
 
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tiny.toml"
 QUICK = {
     "AIMASTER_AGENT__PROGRESS_SECONDS": "0.05",
     "AIMASTER_AGENT__LOOK_SECONDS": "0.1",
@@ -166,12 +169,18 @@ class Master:
 
     async def introduce(self, nodes) -> None:
         """Tell all agents of each other, as the real master does."""
-        urls = {}
+        addresses = {}
         for node in nodes:
             await self.connected(node)
-            urls[node] = [hello.url for hello in self.hellos if hello.node == node][-1]
+            hello = [hello for hello in self.hellos if hello.node == node][-1]
+            addresses[node] = PeerAddress(url=hello.url, shards=hello.shards, labels=hello.labels)
         for node in nodes:
-            assert (await self.order(node, SetPeers(peers=urls))).ok
+            assert (await self.order(node, SetPeers(peers=addresses))).ok
+
+    def shards(self, node: NodeId) -> tuple[str, int]:
+        """Where the node's agent gives and takes segments."""
+        host, _, port = [hello.shards for hello in self.hellos if hello.node == node][-1].rpartition(":")
+        return host, int(port)
 
     async def ended(self, member: str, incarnation: int = 0, seconds: float = 20.0) -> MemberExited:
         return await self.event(MemberExited, seconds, member=member, incarnation=incarnation)
@@ -194,6 +203,10 @@ class Run:
         self.places.token.write_text(f"member={self.token}\nread={secrets.token_hex(16)}\n")
         plan = JobPlan(run_id=self.id, name="test", kind=kind, nodes=self.nodes, members={}, placement={})
         self.places.plan.write_bytes(msgspec.json.encode(plan))
+
+    def configure(self, *flags: str) -> None:
+        """Keep the embedded example's resolved configuration with the run, as the front does, but for these flags."""
+        self.places.resolved.write_bytes(to_json(load(EXAMPLE, flags, {}, gpus=0)))
 
     def memory(self, node="node-0") -> Path:
         return node_memory(self.id, NodeId(node))
@@ -304,7 +317,7 @@ async def ask_agent(memory: Path, path: str, record, kind=None):
         return codec.decode(body, kind) if kind else None
 
 
-async def tell_sealed(memory: Path, path: Path) -> None:
+async def tell_sealed(memory: Path, path: Path) -> SealedReply:
     """What a trainer says after a seal."""
     header = shm.read_header(path)
     notice = SealedNotice(
@@ -314,4 +327,4 @@ async def tell_sealed(memory: Path, path: Path) -> None:
         version=Version(*header.version),
         flush=header.flush,
     )
-    await ask_agent(memory, "/v1/snapshots/sealed", notice)
+    return await ask_agent(memory, "/v1/snapshots/sealed", notice, SealedReply)

@@ -1,14 +1,17 @@
 import asyncio
 import os
+import time
 
 import aiohttp
 import pytest
 
 from aimaster.wire import codec
-from aimaster.wire.actions import StopNode
-from aimaster.wire.checkpoint import FetchReply, FetchRequest, SnapshotPlace, Version
+from aimaster.wire.actions import StopNode, TakeOverFlush
+from aimaster.wire.checkpoint import FetchReply, FetchRequest, SaveTrouble, SnapshotPlace, Version
 from aimaster.wire.messages import Found, SnapshotMoved
-from easyckpt import flush, replica, shm, storage
+from easyckpt import flush, shm, storage
+from easyckpt.errors import EasyckptError
+from easyckpt.shardserver import Peer
 from tests.flow.agent_master import Master, Run, ask_agent, seal_segment, tell_sealed, until
 
 
@@ -101,69 +104,158 @@ async def test_memory_outlives_the_agent(run):
         assert not torn.exists()
 
 
-async def test_the_newest_segment_is_copied_to_one_peer(run):
-    """A sealed segment appears in the memory of the next node, and of that one alone, proven and equal to the byte."""
+RACKS = {"node-0": "rack=r1", "node-1": "rack=r1", "node-2": "rack=r2"}
+
+
+async def test_the_newest_segment_is_copied_to_a_peer_in_another_rack(run):
+    """A sealed segment appears in the memory of the node of the other rack, and of that one alone, proven and equal to the byte."""
+    for node in run.nodes:
+        run.agent(node, AIMASTER_AGENT__LABELS=RACKS[node])
+    async with Master(run) as master:
+        await master.introduce(run.nodes)
+        path = await seal(run, 3, flush=False)
+        await until(lambda: held(run, "node-2") == [3])
+        copy = run.segments("node-2") / "policy-0.r0.peer.s0.safetensors"
+        assert copy.read_bytes() == path.read_bytes()
+        await seal(run, 4, flush=False)
+        await until(lambda: held(run, "node-2") == [4, 3])
+        assert held(run, "node-1") == []
+        assert held(run, "node-0") == []
+        shown = await until(lambda: len(master.pulses["node-2"].snapshots) == 2 and master.pulses["node-2"].snapshots)
+        assert all(abs(place.verified_at - time.time()) < 60 for place in shown)
+        await until(lambda: any(place.verified_at for place in master.pulses["node-0"].snapshots))
+        assert master.hellos[-1].labels
+
+
+async def test_several_copies_go_to_several_racks(run):
+    """With two copies, both other nodes hold one; `aimaster.snapshots.copies` says how many."""
+    run.configure("--aimaster.snapshots.copies", "2")
     for node in run.nodes:
         run.agent(node)
     async with Master(run) as master:
         await master.introduce(run.nodes)
-        path = await seal(run, 3, flush=False)
-        await until(lambda: held(run, "node-1") == [3])
-        copy = run.segments("node-1") / "policy-0.r0.peer.s0.safetensors"
-        assert copy.read_bytes() == path.read_bytes()
-        await seal(run, 4, flush=False)
-        await until(lambda: held(run, "node-1") == [4, 3])
-        assert held(run, "node-2") == []
-        assert held(run, "node-0") == []
-        await until(lambda: len(master.pulses["node-1"].snapshots) == 2)
+        await seal(run, 3, flush=False)
+        await until(lambda: held(run, "node-1") == held(run, "node-2") == [3])
+
+
+async def test_labels_that_are_none_are_refused(run):
+    agent = run.agent(AIMASTER_AGENT__LABELS="rack")
+    assert await until(agent.poll) == 2
+    assert "NAME=VALUE" in (run.places.node("node-0") / "agent.log").read_text()
 
 
 async def test_the_copy_goes_past_a_dead_peer(run):
-    """The next node's agent is dead: the one after it takes the copy; a peer that comes back empty gets it again."""
+    """The best peer's agent is dead: the next best takes the copy; a peer that comes back empty gets it again."""
+    agents = {node: run.agent(node, AIMASTER_AGENT__LABELS=RACKS[node]) for node in run.nodes}
+    async with Master(run) as master:
+        await master.introduce(run.nodes)
+        agents["node-2"].kill()
+        agents["node-2"].wait(timeout=10)
+        await seal(run, 5, flush=False)
+        await until(lambda: held(run, "node-1") == [5])
+        agents["node-1"].kill()
+        agents["node-1"].wait(timeout=10)
+        for path in run.segments("node-1").iterdir():
+            path.unlink()
+        agents["node-1"] = run.agent("node-1")
+        await until(lambda: len(master.hellos) == 4)
+        await master.introduce(("node-0", "node-1"))
+        await until(lambda: held(run, "node-1") == [5])
+
+
+async def test_a_lost_nodes_flush_is_taken_over_by_those_who_hold_its_copies(run):
+    """Node 0 is gone with its memory and nothing of it was flushed: on the master's word its copy goes to storage, once, though two nodes
+    hold one; steps that were never committed stay where they are; the master hears of it.
+    """
+    run.configure("--aimaster.snapshots.copies", "2")
     agents = {node: run.agent(node) for node in run.nodes}
     async with Master(run) as master:
         await master.introduce(run.nodes)
-        agents["node-1"].kill()
-        agents["node-1"].wait(timeout=10)
-        await seal(run, 5, flush=False)
-        await until(lambda: held(run, "node-2") == [5])
-        agents["node-2"].kill()
-        agents["node-2"].wait(timeout=10)
-        for path in run.segments("node-2").iterdir():
+        for step in (6, 7):
+            await seal(run, step, flush=False)
+            await until(lambda step=step: step in held(run, "node-1") and step in held(run, "node-2"))
+        agents["node-0"].kill()
+        agents["node-0"].wait(timeout=10)
+        for path in run.segments("node-0").iterdir():
             path.unlink()
-        agents["node-2"] = run.agent("node-2")
-        await until(lambda: len(master.hellos) == 4)
-        await master.introduce(("node-0", "node-2"))
-        await until(lambda: held(run, "node-2") == [5])
+        order = TakeOverFlush(node="node-0", members=("policy-0",), newest=Version(0, 6))
+        done = await asyncio.gather(*(master.order(node, order) for node in ("node-1", "node-2")))
+        assert sorted(one.detail for one in done) == [
+            "flushed step 6 of policy-0",
+            "nothing newer than storage has is held here",
+        ]
+        assert stored(run) == [6]
+        (moved,) = master.events(SnapshotMoved)
+        assert (moved.place.tier, moved.place.version) == ("storage", Version(0, 6))
+        flush.verify_stored(run.places.storage, storage.list_manifests(run.places.storage, "policy")[0])
+
+
+async def test_what_was_removed_or_put_into_the_memory_by_others_is_a_finding(run):
+    """A sealed segment that somebody unlinked, and a file that is none of ours: both are named, neither is touched."""
+    run.agent()
+    async with Master(run) as master:
+        await master.connected("node-0")
+        path = await seal(run, 1, flush=False)
+        await until(lambda: master.pulses["node-0"].snapshots)
+        stranger = run.segments() / "core.1234"
+        stranger.write_bytes(b"x" * 100)
+        path.unlink()
+        found = await until(
+            lambda: (
+                {one.finding.sign: one.finding.details["message"] for one in master.events(Found)}
+                if len(master.events(Found)) == 2
+                else None
+            )
+        )
+        assert path.name in found["snapshot.segment_lost"]
+        assert "core.1234" in found["snapshot.foreign_file"]
+        assert stranger.exists()
+        await seal(run, 2, flush=False)
+        await until(lambda: [place.version.step for place in master.pulses["node-0"].snapshots] == [2])
+        assert len(master.events(Found)) == 2
+
+
+async def test_a_lost_save_of_a_member_is_a_finding(run):
+    """The trainer's agent hears of it on the node's socket; and tells the trainer in turn when nothing reaches storage."""
+    run.places.storage.rmdir()
+    run.places.storage.write_text("not a folder")
+    run.agent()
+    async with Master(run) as master:
+        await master.connected("node-0")
+        trouble = SaveTrouble(member="policy-0", version=Version(0, 3), text="no room in /dev/shm")
+        await ask_agent(run.memory(), "/v1/snapshots/trouble", trouble)
+        found = await until(lambda: master.events(Found))
+        assert found[0].finding.sign == "snapshot.save_failed"
+        assert "no room in /dev/shm" in found[0].finding.details["message"]
+        await seal(run, 4)
+        await until(lambda: len(master.events(Found)) == 2)
+        path = seal_segment(run.segments(), 5)
+        assert "training goes on" in (await tell_sealed(run.memory(), path)).flush_trouble
 
 
 async def test_a_corrupt_copy_is_refused(run):
-    """One flipped byte: the receiver answers 422, nothing of it is a candidate, and the copy before it is untouched. No token: 401."""
+    """One flipped byte: the receiver says so, nothing of it is a candidate, and the copy before it is untouched; so it does without the token."""
     run.agent("node-1")
     async with Master(run) as master:
         await master.connected("node-1")
-        url = master.hellos[0].url
         run.segments("node-0").mkdir(parents=True)
         good, bad = seal_segment(run.segments("node-0"), 1), seal_segment(run.segments("node-0"), 2)
-        headers = {"Authorization": f"Bearer {run.token}"}
+        peer = Peer(master.shards("node-1"), token=run.token)
+        assert await asyncio.to_thread(peer.push, good) == good.stat().st_size
+        data = bytearray(bad.read_bytes())
+        flipped = bytearray(data)
+        flipped[-100] ^= 1
+        bad.write_bytes(flipped)
+        with pytest.raises(EasyckptError, match=r"refused.*digest"):
+            await asyncio.to_thread(peer.push, bad)
+        bad.write_bytes(data)
+        with pytest.raises(EasyckptError, match="token"):
+            await asyncio.to_thread(Peer(master.shards("node-1"), token="guessed").push, bad)
+        assert held(run, "node-1") == [1]
         async with aiohttp.ClientSession() as session:
-            answer = await session.put(f"{url}/v1/replicas/{good.name}", data=good.read_bytes(), headers=headers)
-            assert answer.status == 200
-            assert codec.decode(await answer.read(), SnapshotPlace).version == Version(0, 1)
-            data = bytearray(bad.read_bytes())
-            data[-100] ^= 1
-            answer = await session.put(f"{url}/v1/replicas/{bad.name}", data=bytes(data), headers=headers)
-            assert answer.status == 422
-            assert (await answer.json())["hint"]
-            answer = await session.put(f"{url}/v1/replicas/{bad.name}", data=bytes(data[:-500]), headers=headers)
-            assert answer.status == 422
-            answer = await session.put(f"{url}/v1/replicas/{bad.name}", data=bad.read_bytes())
-            assert answer.status == 401
-            assert held(run, "node-1") == [1]
-            metrics = await (await session.get(f"{url}/metrics")).text()
-            assert 'easyckpt_copies_total{outcome="refused"} 2.0' in metrics
-            answer = await session.put(f"{url}/v1/replicas/{bad.name}", data=bad.read_bytes(), headers=headers)
-            assert answer.status == 200
+            metrics = await (await session.get(f"{master.hellos[0].url}/metrics")).text()
+            assert 'easyckpt_copies_total{outcome="refused"} 1.0' in metrics
+        await asyncio.to_thread(peer.push, bad)
         assert held(run, "node-1") == [2, 1]
 
 
@@ -182,7 +274,7 @@ async def test_a_member_fetches_from_memory_peers_and_storage(run):
 
         assert await fetch("node-2") == []
         await seal(run, 3, flush=True)
-        await until(lambda: stored(run) == [3] and held(run, "node-1") == [3])
+        await until(lambda: stored(run) == [3] and held(run, "node-1") + held(run, "node-2") == [3])
         assert await fetch("node-0") == [("shm", 3)]
         assert await fetch("node-1") == [("peer", 3)]
         assert await fetch("node-2") == [("peer", 3)]
@@ -195,29 +287,6 @@ async def test_a_member_fetches_from_memory_peers_and_storage(run):
             for path in run.segments(node).glob("*.safetensors"):
                 path.unlink()
         assert await fetch("node-2") == [("storage", 3)]
-
-
-async def test_copies_of_one_snapshot_do_not_meet(run):
-    """The same snapshot sent four times at once is kept once, and the copy before it stays."""
-    run.agent("node-1")
-    async with Master(run) as master:
-        await master.connected("node-1")
-        run.segments("node-0").mkdir(parents=True)
-        headers = {"Authorization": f"Bearer {run.token}"}
-        async with aiohttp.ClientSession(master.hellos[0].url, headers=headers) as session:
-
-            async def put(path, step):
-                data = path.read_bytes()
-                return (
-                    await session.put(f"/v1/replicas/{path.name}", params={"version": f"0.{step}"}, data=data)
-                ).status
-
-            assert await put(seal_segment(run.segments("node-0"), 1), 1) == 200
-            second = seal_segment(run.segments("node-0"), 2, size_bytes=900_000)
-            assert await asyncio.gather(*(put(second, 2) for _ in range(4))) == [200] * 4
-        assert held(run, "node-1") == [2, 1]
-        for segment in shm.scan(run.segments("node-1")):
-            shm.verify(segment.path)
 
 
 async def test_a_corrupt_peer_is_passed_over(run):
@@ -274,7 +343,7 @@ async def test_a_storage_that_fails_is_a_finding(run):
 
 
 async def test_a_segment_can_be_read_from_the_agent(run):
-    """GET /v1/snapshots names what is there, GET /v1/snapshots/NAME gives the bytes, which prove themselves to the receiver."""
+    """GET /v1/snapshots names what is there; the bytes come over a plain socket and prove themselves to the receiver."""
     run.agent()
     async with Master(run) as master:
         await master.connected("node-0")
@@ -283,12 +352,13 @@ async def test_a_segment_can_be_read_from_the_agent(run):
         async with aiohttp.ClientSession(master.hellos[0].url, headers=headers) as session:
             places = codec.decode(await (await session.get("/v1/snapshots")).read(), tuple[SnapshotPlace, ...])
             assert [place.name for place in places] == [path.name]
-            data = await (await session.get(f"/v1/snapshots/{path.name}")).read()
             run.segments("node-1").mkdir(parents=True)
-            got = replica.receive(run.segments("node-1"), iter([data]), path.name)
+            peer = Peer(master.shards("node-0"), token=run.token)
+            got = await asyncio.to_thread(peer.pull, path.name, run.segments("node-1"))
             assert got.header.state_digest == places[0].state_digest
-            assert (await session.get("/v1/snapshots/../agent.sock")).status == 404
-            assert (await session.get("/v1/snapshots/policy-9.r0.s0.safetensors")).status == 404
+            for name in ("../agent.sock", "policy-9.r0.s0.safetensors"):
+                with pytest.raises(EasyckptError):
+                    await asyncio.to_thread(peer.pull, name, run.segments("node-1"))
             ready = await session.get("/readyz")
             assert ready.status == 200
             health = await session.get("/healthz")
