@@ -14,7 +14,8 @@ from aimaster.brain.events import (
 )
 from aimaster.brain.picture import picture
 from aimaster.wire import PROTOCOL_VERSION
-from aimaster.wire.actions import KillMember, PeerAddress, SetPeers, StartMember, StopMember, StopNode
+from aimaster.wire.actions import KillMember, PeerAddress, SetPeers, StartMember, StopMember, StopNode, TakeOverFlush
+from aimaster.wire.checkpoint import Version
 from aimaster.wire.health import REFUSED, refusal
 from aimaster.wire.messages import Found, HangSuspected, Hello, MemberExited, Progress
 from tests.fakes.world import RANKS, RL, World, finding, plan_of, process
@@ -461,6 +462,22 @@ def test_a_lost_node_has_its_members_placed_elsewhere(rl):
     assert rl.proposals[-1].leave == ("policy-1",)
     assert set(rl.nodes["node-0"].alive) == set(RL)
     assert incident.healed_at is not None
+
+
+def test_who_holds_copies_of_a_lost_node_is_told_to_flush_them(rl):
+    """Up to the committed step, once, by the incident that it belongs to; from then on no copy is meant for the lost node."""
+    committed = Version(rl.view.controller.lineage, rl.view.controller.step)
+    rl.lose_node("node-1")
+    rl.pass_time(14)
+    (told,) = orders(rl, TakeOverFlush)
+    assert told == ("node-0", TakeOverFlush(node="node-1", members=("policy-1", "rollout-1"), newest=committed))
+    assert [order.cause for _, order in rl.sent if isinstance(order.action, TakeOverFlush)] == [
+        f"incident {the_incident(rl).incident}"
+    ]
+    assert set(orders(rl, SetPeers)[-1][1].peers) == {"node-0"}
+    rl.restart_master()
+    rl.connect("node-0")
+    assert len(orders(rl, TakeOverFlush)) == 1, "it was answered"
 
 
 def test_members_of_a_returning_lost_node_are_fenced(rl):

@@ -4,6 +4,7 @@ import io
 
 import pytest
 
+from aimaster.brain.copies import gather
 from aimaster.cli.checkpoints import rows
 from aimaster.cli.front_display import BarDisplay, IncidentTeller, PlainDisplay, choose_display
 from aimaster.cli.front_plan import plan_command
@@ -161,11 +162,12 @@ def test_colour_on_a_terminal_unless_unwanted(monkeypatch):
 
 def test_checkpoints_are_listed_newest_first_with_their_tiers():
     """One row a snapshot of a member, with the nodes that hold it."""
-    found = rows([place(3, "shm"), place(3, "storage"), place(2, "peer"), place(1, "shm", lineage=1)])
+    places = [place(3, "shm"), place(3, "storage"), place(2, "peer"), place(1, "shm", lineage=1)]
+    found = rows(gather(places, {}), 0.0)
     assert [(row[0], row[1], *row[5:]) for row in found] == [
-        ("1", "1", "node-0", "", ""),
-        ("3", "0", "node-0", "", "yes"),
-        ("2", "0", "", "node-0", ""),
+        ("1", "1", "node-0", "", "", "yes"),
+        ("3", "0", "node-0", "", "yes", "yes"),
+        ("2", "0", "", "node-0", "", "yes"),
     ]
 
 
