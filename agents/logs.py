@@ -5,7 +5,7 @@ goes with the report of its end, by the same code that reads finished logs. Exce
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import msgspec
@@ -16,6 +16,7 @@ from agents.member import Member
 from agents.tail import BUDGET_BYTES, Tail
 from aimaster.catalogue import Catalogue, XidTable
 from aimaster.catalogue.findings import collect
+from aimaster.catalogue.kept import Kept, keep
 from aimaster.catalogue.scan import LogScan
 from aimaster.telemetry.scrub import MAX_LINE_CHARACTERS, excerpt, scrub
 from aimaster.wire.health import Evidence, Finding, Subject
@@ -36,9 +37,10 @@ class _Log:
 
     def __init__(self, member: Member, catalogue: Catalogue, node: NodeId) -> None:
         self.member = member
-        self.start = member.ordered.log_offset
-        self.tail = Tail(member.folder / "output.log", self.start)
+        self.tail = Tail(member.folder / "output.log", member.ordered.log_offset)
         self.scan = LogScan(catalogue, node=node, file=f"members/{member.name}/output.log")
+        self.scan.bytes_read = member.ordered.log_offset  # offsets are those of the file
+        self.past: Kept | None = None
         self.fresh = b""
         """The last piece of what the last read gained."""
         self.seen = 0
@@ -87,8 +89,9 @@ class LogWatch:
         catalogue: Catalogue,
         report: Callable[[AgentEvent, float], None],
         heard: Callable[[Member, bytes], None] | None = None,
+        ended: Callable[[Kept], None] | None = None,
     ) -> None:
-        """`heard` is given the end of what each log gains."""
+        """`heard` is given the end of what each log gains; `ended` what a log that is followed no more has said."""
         self.bytes_read = 0
         self.events: dict[tuple[str, str], int] = {}
         """Statements of signs told while the member ran, by category and role."""
@@ -96,7 +99,12 @@ class LogWatch:
         self._catalogue = catalogue
         self._report = report
         self._heard = heard
+        self._ended = ended
         self._logs: dict[MemberId, _Log] = {}
+
+    def followed(self) -> Iterable[_Log]:
+        """The logs of living members that can be judged."""
+        return [log for log in self._logs.values() if log.judged]
 
     def add(self, member: Member) -> None:
         self._logs[member.name] = _Log(member, self._catalogue, self._node)
@@ -134,6 +142,8 @@ class LogWatch:
             pass
         log.tail.close()
         findings = self._findings(log, at, final=True)
+        if self._ended is not None and log.judged:
+            self._ended(keep(log.scan))
         if exit_code == 1 and (fence := self._fence_finding(member, at)):
             findings.append(fence)
         return MemberExited(
@@ -150,14 +160,13 @@ class LogWatch:
         )
 
     def _findings(self, log: _Log, now: float, *, final: bool = False) -> list[Finding]:
-        """What the log says so far, each about this member, with offsets in the whole file."""
+        """What the log says so far, each about this member."""
         found = []
         for finding in log.findings(self._catalogue.xids, now, final=final):
             if finding.kind not in NEWS:
                 continue
             evidence = tuple(
-                msgspec.structs.replace(one, offset=one.offset + log.start, text=scrub(one.text[:MAX_LINE_CHARACTERS]))
-                for one in finding.evidence
+                msgspec.structs.replace(one, text=scrub(one.text[:MAX_LINE_CHARACTERS])) for one in finding.evidence
             )
             at = now if finding.time_seconds is None else finding.time_seconds
             identity = f"{self._node}:{log.member.name}:{log.member.incarnation}:{finding.sign}"

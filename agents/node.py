@@ -32,6 +32,7 @@ from agents.orders import Orders
 from agents.outbox import Outbox
 from agents.paths import NamedLogs
 from agents.peers import Peers
+from agents.pictures import LogPictures
 from agents.sensors.all import Sensors
 from agents.sensors.clock import ClockBounds
 from agents.sensors.process import identify
@@ -125,7 +126,8 @@ class Node:
         )
         self._hangs = HangWatch(self._memory, node=self.name, pace=self._pace, report=self.report, spawn=self._spawn)
         signs = catalogue.load()
-        self._logs = LogWatch(self.name, signs, self.report, heard=self._hangs.hear)
+        self._pictures = LogPictures(lambda: (*self._logs.followed(), *self._named_logs.followed()))
+        self._logs = LogWatch(self.name, signs, self.report, heard=self._hangs.hear, ended=self._pictures.end)
         patterns = [one for one in self._sight.log_paths.split(":") if one]
         self._named_logs = NamedLogs(self.name, patterns, signs, self.report)
         self._trainer = Trainer(
@@ -348,7 +350,13 @@ class Node:
         known = {id(one) for one in self._shown[1]} if self._shown[0] == self._link.connections else set()
         fresh = tuple(one for one in readings if id(one) not in known)
         self._shown = (self._link.connections, readings)
-        return Pulse(at=time.time(), members=self.pictures(), snapshots=self._keeper.places(), readings=fresh)
+        return Pulse(
+            at=time.time(),
+            members=self.pictures(),
+            snapshots=self._keeper.places(),
+            readings=fresh,
+            logs=self._pictures.fresh(self._link.connections),
+        )
 
     def describe(self) -> dict[str, object]:
         """For GET /v1/node."""

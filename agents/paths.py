@@ -8,7 +8,7 @@ files together a bounded amount is read a tick, and each keeps a bounded memory:
 import glob
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,6 +18,7 @@ from agents.logs import NEWS, NEWS_WEIGHT
 from agents.tail import Tail
 from aimaster.catalogue import Catalogue
 from aimaster.catalogue.findings import collect
+from aimaster.catalogue.kept import Kept, join, keep
 from aimaster.catalogue.scan import LogScan
 from aimaster.telemetry.scrub import MAX_LINE_CHARACTERS, scrub
 from aimaster.wire.health import Finding
@@ -39,9 +40,11 @@ class _Named:
     def __init__(self, path: str, offset: int) -> None:
         self.path = path
         self.tail = Tail(Path(path), offset)
-        self.base = offset
+        self.began = offset
         """Where the present scan began, in the file."""
         self.scan: LogScan | None = None
+        self.past: Kept | None = None
+        """What the scans before it have kept."""
         self.seen = 0
         self.told: dict[str, float] = {}
 
@@ -117,11 +120,10 @@ class NamedLogs:
         before = named.tail.bytes_read
         try:
             for piece in named.tail.read(budget):
-                if named.scan is None or named.scan.bytes_read > SCAN_BYTES:
-                    named.base += named.scan.bytes_read if named.scan is not None else 0
-                    named.scan = LogScan(self._catalogue, node=self._node, file=named.path, count_lines=False)
-                    named.seen = 0
-                named.scan.feed(piece)
+                scan = named.scan
+                if scan is None or scan.bytes_read - named.began > SCAN_BYTES:
+                    scan = self._begin_scan(named)
+                scan.feed(piece)
             if named.scan is not None and len(named.scan.hits) > named.seen:
                 named.seen = len(named.scan.hits)
                 self._tell(named, named.scan)
@@ -131,6 +133,19 @@ class NamedLogs:
         gained = named.tail.bytes_read - before
         self.bytes_read += gained
         return gained
+
+    def _begin_scan(self, named: _Named) -> LogScan:
+        if named.scan is not None:
+            named.past = join(named.past, keep(named.scan))
+            named.began = named.scan.bytes_read
+        named.scan = LogScan(self._catalogue, node=self._node, file=named.path, count_lines=False)
+        named.scan.bytes_read = named.began  # offsets are those of the file
+        named.seen = 0
+        return named.scan
+
+    def followed(self) -> Iterable[_Named]:
+        """The logs there are."""
+        return self._files.values()
 
     def _tell(self, named: _Named, scan: LogScan) -> None:
         now = time.time()
@@ -145,8 +160,7 @@ class NamedLogs:
 
     def _named(self, named: _Named, finding: Finding, now: float) -> Finding:
         proof = tuple(
-            msgspec.structs.replace(one, offset=one.offset + named.base, text=scrub(one.text[:MAX_LINE_CHARACTERS]))
-            for one in finding.evidence
+            msgspec.structs.replace(one, text=scrub(one.text[:MAX_LINE_CHARACTERS])) for one in finding.evidence
         )
         name = f"{self._node}:{named.path}:{finding.sign}:{now:.0f}"
         at = now if finding.time_seconds is None else finding.time_seconds

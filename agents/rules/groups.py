@@ -5,7 +5,8 @@ that are elsewhere than the steady many, where the many wait: in a collective, o
 guilty; nor is anybody where all stand in the same place (a slow phase looks like that), or where the waiting are fewer than the others.
 
 How long they are given depends on what they do there. *Asleep*: the main thread was never scheduled, so nothing can have happened.
-*Busy*: it computes without reading or writing anything, as a spin does, and a long call too. *Working*: it or its children read and write.
+*Busy*: it computes without reading or writing anything, as a spin does, and a long call too. *Working*: it or its children read and write,
+or the kernel holds it for a disk or a file server (state D).
 """
 
 from collections.abc import Sequence
@@ -27,12 +28,10 @@ BUSY_RATIO: Final = 0.1
 """Less is the polling of something outside; a spinner on a crowded machine still gets so much."""
 CALLS_PER_SECOND: Final = 20.0
 """Reads and writes beyond those of a heartbeat."""
-FLOORS: Final[dict[Doing, tuple[float, float, float]]] = {
-    "asleep": (2, 3, 1),
-    "busy": (4, 4, 2),
-    "working": (24, 24, 12),
-}
-"""In shortest leases: the silence of the job that it takes where a lease is learnt, where none is, and how long they must be seen standing."""
+FLOORS: Final[dict[Doing, tuple[float, float]]] = {"asleep": (2, 1), "busy": (4, 2), "working": (24, 12)}
+"""In shortest leases: the silence of the job that it takes where a lease is learnt, and how long they must be seen standing."""
+UNLEARNT_FLOORS: Final[dict[Doing, tuple[float, float]]] = {"asleep": (4, 2), "busy": (4, 2), "working": (24, 12)}
+"""The same where none is: at the start ranks read programs and data at different speeds."""
 LEASES: Final[dict[Doing, float]] = {"asleep": 0.5, "busy": 1.0, "working": 4.0}
 """In learnt leases: the same silence. Half a lease is five times the usual pause."""
 COLLECTIVE_FILES: Final = (
@@ -161,17 +160,17 @@ def find_apart(
     asleep = doing == "asleep" or all(doings[rank] == "asleep" for rank in many.ranks)
     if lease_seconds is None and not asleep:
         return None  # steps that nobody tells of may go by between the looks
-    if seen < FLOORS[doing][2] * floor_seconds or stood < patience_seconds(doing, lease_seconds, floor_seconds):
+    floors = (FLOORS if lease_seconds is not None else UNLEARNT_FLOORS)[doing]
+    if seen < floors[1] * floor_seconds or stood < patience_seconds(doing, lease_seconds, floor_seconds):
         return None
     return Apart(ranks=ranks, kind=kind, doing=doing, seconds=stood)
 
 
 def patience_seconds(doing: Doing, lease_seconds: float | None, floor_seconds: float) -> float:
     """How long nobody must have made a step before the guilty are named."""
-    learnt, unlearnt, _ = FLOORS[doing]
     if lease_seconds is None:
-        return unlearnt * floor_seconds
-    return max(learnt * floor_seconds, LEASES[doing] * lease_seconds)
+        return UNLEARNT_FLOORS[doing][0] * floor_seconds
+    return max(FLOORS[doing][0] * floor_seconds, LEASES[doing] * lease_seconds)
 
 
 def activity(looks: Sequence[Sequence[RankLook]]) -> dict[int, Doing]:
@@ -185,6 +184,8 @@ def _doing(first: RankLook, last: RankLook, looks: int) -> Doing:
     children = (last.children_cpu_seconds - first.children_cpu_seconds) / seconds
     own = (last.cpu_seconds - first.cpu_seconds) / seconds
     woken = last.switches - first.switches
+    if last.state == "D":
+        return "working"
     if woken <= SWITCHES_PER_SECOND * seconds + SWITCHES_PER_LOOK * looks and own + children <= RESTING_RATIO:
         return "asleep"
     quiet = last.calls - first.calls <= CALLS_PER_SECOND * seconds

@@ -75,7 +75,7 @@ def _believe(d: Draft, event: Event) -> None:
         case IncidentMoved():
             incidents.moved(d, event)
         case IncidentSettled():
-            incidents.settled(d, event.incident)
+            incidents.settled(d, event.incident, event.verdict)
         case PortChosen():
             members.port_chosen(d, event.port, event.incarnation)
         case HangConfirmed() | SuspicionWithdrawn() | MemberUnheard() | MemberVanished() | StartDue():

@@ -9,6 +9,7 @@ import msgspec
 
 from aimaster.wire.actions import Order
 from aimaster.wire.checkpoint import Version
+from aimaster.wire.health import Verdict
 from aimaster.wire.ids import Incarnation, IncidentId, MemberId, NodeId, Term
 from aimaster.wire.messages import ControllerPulse, Hello, Pulse, Report
 from aimaster.wire.topology import JobPlan
@@ -103,6 +104,8 @@ class IncidentSettled(msgspec.Struct, frozen=True, kw_only=True, tag="incident_s
     """Time is up for other deaths that could explain this one."""
 
     incident: IncidentId
+    verdict: Verdict | None = None
+    """What the logs of all nodes say together at this moment; None where nobody looked."""
 
 
 class StartDue(msgspec.Struct, frozen=True, kw_only=True, tag="start_due"):

@@ -130,11 +130,11 @@ def decide(d: Draft, name: IncidentId) -> None:
         d.incident(name, action=action)
 
 
-def settled(d: Draft, name: IncidentId) -> None:
-    """No other death explained the echo: it is the root itself, as far as anybody can tell."""
+def settled(d: Draft, name: IncidentId, whole: Verdict | None = None) -> None:
+    """No other death explained the echo: what the logs of all nodes say may (`whole`), else it is the root itself, as far as anybody can tell."""
     incident = d.state.incidents.get(name)
     if incident is not None and incident.settle_at is not None:
-        d.incident(name, verdict=roots.of_echoes(incident, d.now))
+        d.incident(name, verdict=roots.of_echoes(incident, whole, d.now))
         decide(d, name)
 
 

@@ -11,6 +11,10 @@ from aimaster.wire.messages import MemberExited
 
 NEAR_SECONDS: Final = 60.0
 """Faults of a node's hardware this long around a death may explain it."""
+BEFORE_SECONDS: Final = 900.0
+"""A collective may stand still for so long before anybody complains."""
+WEAK: Final = frozenset({"benign", "unknown", "process.killed", "hang.unknown"})
+"""Verdicts that name no cause."""
 _SIGBUS: Final = 7
 KILLED: Final = frozenset({137, -9})
 """Exit codes that stand for SIGKILL."""
@@ -76,10 +80,18 @@ def _full_memory(state: State, member: Member, event: MemberExited) -> tuple[Fin
     )
 
 
-def of_echoes(incident: Incident, now: float) -> Verdict:
-    """What the statements of several dead tell together when none of them is the root by itself; else the first one's verdict."""
-    whole = diagnose(incident.findings, now)
-    return incident.verdict if whole.category in ("benign", "unknown") else whole
+def of_echoes(incident: Incident, whole: Verdict | None, now: float) -> Verdict:
+    """What the statements of several dead tell together when none of them is the root by itself; where that is little, what all nodes'
+    logs tell (`whole`) of the time shortly before; else the first one's verdict.
+    """
+    own = diagnose(incident.findings, now)
+    if own.category not in WEAK:
+        return own
+    if whole is not None and whole.category not in WEAK:
+        at = whole.time_seconds
+        if at is None or incident.occurred_at - BEFORE_SECONDS <= at <= incident.occurred_at + NEAR_SECONDS:
+            return whole
+    return incident.verdict if own.category in ("benign", "unknown") else own
 
 
 def is_victim(verdict: Verdict, event: MemberExited) -> bool:

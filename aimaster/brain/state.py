@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from aimaster.brain.budget import Budget
+from aimaster.catalogue.kept import Kept
 from aimaster.wire.actions import Order
 from aimaster.wire.checkpoint import SnapshotPlace
 from aimaster.wire.health import Finding, Verdict
@@ -177,6 +178,8 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     """Members that should be running and are not in the pulses."""
     asking_since: dict[MemberId, float] = {}
     """Members that ask the controller and beat, in every pulse since."""
+    logs: dict[str, Kept] = {}
+    """What its logs say, by file."""
 
 
 class Rewind(msgspec.Struct, frozen=True, kw_only=True):

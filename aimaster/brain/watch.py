@@ -7,7 +7,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from aimaster.brain import members, placement, recovery, unheard
+from aimaster.brain import members, overview, placement, recovery, unheard
 from aimaster.brain.endings import leaving, waits_for_nodes
 from aimaster.brain.events import (
     Action,
@@ -99,7 +99,8 @@ def _node_view(state: State, view: View, seen: AgentPulsed, now: float) -> NodeV
         if member.state in LIVE and (member.member, member.incarnation) not in alive
     }
     asks = {name: asking.get(name, now) for name, shown in there.items() if shown and unheard.is_asking(shown)}
-    return NodeView(pulse=seen.pulse, at=now, absent_since=absent, asking_since=asks)
+    logs = overview.with_pictures(old.logs if old is not None else {}, seen.node, seen.pulse.logs)
+    return NodeView(pulse=replace(seen.pulse, logs=()), at=now, absent_since=absent, asking_since=asks, logs=logs)
 
 
 def _hear(view: View, pulse: ControllerPulse, now: float) -> View:

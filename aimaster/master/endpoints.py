@@ -1,6 +1,6 @@
 """The master's HTTP: what people, the front and the controller ask, and the agents' line.
 
-GET  /v1/status  /v1/incidents  /v1/journal?from=N      read
+GET  /v1/status  /v1/incidents  /v1/diagnosis  /v1/journal?from=N      read
 POST /v1/stop  /v1/drill                                 operate
 POST /v1/controller   GET /v1/agents/NODE                member
 GET  /healthz  /readyz  /metrics                         open on loopback
@@ -14,6 +14,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry
 
+from aimaster.brain import overview
 from aimaster.brain.events import ControllerPulsed, DrillMarked, StopRequested
 from aimaster.brain.picture import picture
 from aimaster.journal import JournalError, read_frames
@@ -70,6 +71,11 @@ class Endpoints:
 
     async def incidents(self, _: web.Request) -> web.Response:
         return reply_json(self.status_now().incidents)
+
+    async def diagnosis(self, _: web.Request) -> web.Response:
+        """The verdict on everything seen so far, as `aimaster diagnose --json` gives it of finished logs."""
+        verdict = msgspec.to_builtins(self._mind.diagnose())
+        return reply_json(verdict | {"read": overview.read(self._mind.view)})
 
     async def stop(self, request: web.Request) -> web.Response:
         body = codec.decode_json(await request.read() or b"{}", StopBody)
@@ -135,6 +141,7 @@ def make_app(
     app.router.add_get("/v1/agents/{node}", intake.serve)
     app.router.add_get("/v1/status", endpoints.status)
     app.router.add_get("/v1/incidents", endpoints.incidents)
+    app.router.add_get("/v1/diagnosis", endpoints.diagnosis)
     app.router.add_get("/v1/journal", endpoints.journal)
     app.router.add_post("/v1/controller", endpoints.controller)
     app.router.add_post("/v1/stop", endpoints.stop)

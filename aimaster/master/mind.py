@@ -14,11 +14,22 @@ from typing import Final
 import msgspec
 import structlog
 
-from aimaster.brain import engine, watch
-from aimaster.brain.events import Action, Conclude, Event, FrontGone, MasterStarted, Observation, StopRequested
+from aimaster.brain import engine, overview, watch
+from aimaster.brain.events import (
+    Action,
+    Conclude,
+    Event,
+    FrontGone,
+    IncidentSettled,
+    MasterStarted,
+    Observation,
+    StopRequested,
+)
 from aimaster.brain.state import ENDED, State, View
+from aimaster.catalogue import load_xids
 from aimaster.journal import Frame, Journal, NotDurableError
 from aimaster.wire import codec
+from aimaster.wire.health import Verdict
 
 MAX_WAITING: Final = 10_000
 MAX_BATCH: Final = 500
@@ -105,6 +116,7 @@ class Mind:
         self._state = state
         self._queue: asyncio.Queue[_Waiting] = asyncio.Queue(MAX_WAITING)
         self._concluding = False
+        self._xids = load_xids()
         self._gap = False
         self._perform: Callable[[Action], None] = lambda _: None
 
@@ -144,9 +156,17 @@ class Mind:
         for action in actions:
             if isinstance(action, Conclude):
                 self._concluding = True
-                self._queue.put_nowait(_Waiting(event=action.event, conclusion=True))
+                self._queue.put_nowait(_Waiting(event=self._seen_whole(action.event), conclusion=True))
             else:
                 self._perform(action)
+
+    def diagnose(self) -> Verdict:
+        """Who failed first and why, by all that is known of all nodes now: logs and findings."""
+        return overview.diagnose_all(self.state, self.view, self._xids, self.clock())
+
+    def _seen_whole(self, event: Event) -> Event:
+        """An incident that settles gets the verdict on everything, which is journaled with it."""
+        return msgspec.structs.replace(event, verdict=self.diagnose()) if isinstance(event, IncidentSettled) else event
 
     async def run(self) -> None:
         """Believe what is queued; ends only by cancellation."""

@@ -137,6 +137,16 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """`HOST:PORT` on which the agent gives and takes segments."""
 
 
+class LogPicture(msgspec.Struct, frozen=True, kw_only=True):
+    """What one log says so far; opaque here, a record of `aimaster.catalogue.kept`. It replaces what was known of that log."""
+
+    file: str
+    whole: bytes = b""
+    """All that was kept of it (`Kept`); empty where only `steps` changed."""
+    steps: bytes = b""
+    """How far it has come (`Steps`)."""
+
+
 class Pulse(msgspec.Struct, frozen=True, kw_only=True, tag="pulse"):
     """The node now, once a second."""
 
@@ -146,6 +156,8 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True, tag="pulse"):
     """Sealed segments in this node's memory, own and peer copies, and (from the agent that flushed last) none of storage."""
     readings: tuple[Reading, ...] = ()
     """Those made since the pulse before; all at the first of a connection."""
+    logs: tuple[LogPicture, ...] = ()
+    """The same of the node's logs."""
 
 
 AgentMessage = Hello | Report | Pulse

@@ -72,7 +72,7 @@ def judge(looked, *, silence=None, lease=None, floor=5.0):
 @pytest.mark.parametrize("lease", [5.0, None])
 def test_the_few_that_the_many_wait_for_are_guilty(stacks, doings, guilty, kind, lease):
     """Steady elsewhere in three looks while the many wait: named, whether a lease was learnt or not; else nobody is."""
-    found = judge(history(stacks, (0, 1, 6, 11), **doings), lease=lease)
+    found = judge(history(stacks, (0, 1, 6, 16), **doings), lease=lease)
     assert (None if found is None else found.ranks) == guilty
     assert found is None or found.kind == kind
 
@@ -81,7 +81,7 @@ def test_the_few_that_the_many_wait_for_are_guilty(stacks, doings, guilty, kind,
     ("doing", "lease", "silence", "named"),
     [
         ("", 5.0, 9.0, False), ("", 5.0, 11.0, True), ("", 15.0, 11.0, True), ("", 50.0, 24.0, False), ("", 50.0, 26.0, True),
-        ("", None, 14.0, False), ("", None, 16.0, True),
+        ("", None, 19.0, False), ("", None, 21.0, True),
         ("spins", 5.0, 19.0, False), ("spins", 5.0, 21.0, True), ("spins", 25.0, 24.0, False), ("spins", 25.0, 26.0, True),
         ("spins", None, 19.0, False), ("spins", None, 21.0, True),
         ("polls", None, 30.0, False), ("polls", 5.0, 119.0, False), ("polls", 5.0, 121.0, True),
@@ -89,7 +89,7 @@ def test_the_few_that_the_many_wait_for_are_guilty(stacks, doings, guilty, kind,
     ],
 )  # fmt: skip
 def test_patience_depends_on_what_the_guilty_does(doing, lease, silence, named):
-    """Asleep: two shortest leases or half a learnt one. Spinning: four or a whole one. Reading, or with busy children: two minutes."""
+    """Asleep: two shortest leases or half a learnt one, four while unlearnt. Spinning: four or a whole one. Reading, or with busy children: two minutes."""
     looked = history([REDUCE, REDUCE, LOAD, REDUCE], (0, 1, silence - 5.0), **({doing: (2,)} if doing else {}))
     assert (judge(looked, silence=silence, lease=lease) is not None) == named
 
