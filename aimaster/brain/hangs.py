@@ -42,12 +42,23 @@ def _timeouts(echoes: Iterable[Finding]) -> list[Finding]:
     return [echo for echo in echoes if echo.sign == "torch.watchdog-timeout" and "seq" in echo.details]
 
 
+def _groups(echoes: Iterable[Finding]) -> dict[int | None, str]:
+    """The process group each rank waits in, where one of its lines tells it: numbers of different groups say nothing of each other."""
+    return {echo.subject.rank: echo.details["pg"] for echo in echoes if "pg" in echo.details}
+
+
+def _group(echo: Finding, groups: dict[int | None, str]) -> str:
+    return echo.details.get("pg") or groups.get(echo.subject.rank, "")
+
+
 def _mismatch(echoes: list[Finding]) -> Stall | None:
     """Different operations at the same sequence number: no rank is lost, the program diverged."""
-    by_number: dict[str, dict[int | None, Finding]] = {}
+    groups = _groups(echoes)
+    by_number: dict[tuple[str, str], dict[int | None, Finding]] = {}
     for echo in _timeouts(echoes):
-        by_number.setdefault(echo.details["seq"], {}).setdefault(echo.subject.rank, echo)
-    for number, ranks in by_number.items():
+        place = (_group(echo, groups), echo.details["seq"])
+        by_number.setdefault(place, {}).setdefault(echo.subject.rank, echo)
+    for (_, number), ranks in by_number.items():
         kinds = {echo.details.get("op", "?") for echo in ranks.values()}
         sizes = {echo.details["numel_in"] for echo in ranks.values() if "numel_in" in echo.details}
         if len(kinds) > 1:
@@ -69,7 +80,8 @@ def _mismatch(echoes: list[Finding]) -> Stall | None:
 
 def _behind(echoes: list[Finding]) -> Stall | None:
     """The one rank with the smallest last enqueued number never reached the collective the others wait in."""
-    numbers: dict[int, tuple[int, Finding]] = {}
+    known = _groups(echoes)
+    groups: dict[str, dict[int, tuple[int, Finding]]] = {}
     for echo in echoes:
         rank = echo.subject.rank
         text = echo.details.get("enqueued") or (
@@ -77,8 +89,15 @@ def _behind(echoes: list[Finding]) -> Stall | None:
         )
         if rank is None or text is None or not text.isdigit():
             continue
+        numbers = groups.setdefault(_group(echo, known), {})
         if rank not in numbers or int(text) > numbers[rank][0]:
             numbers[rank] = (int(text), echo)
+    found = [stall for numbers in groups.values() if (stall := _last_of(numbers)) is not None]
+    return found[0] if found else None
+
+
+def _last_of(numbers: dict[int, tuple[int, Finding]]) -> Stall | None:
+    """The rank of one process group that is behind all others of it."""
     if len(numbers) < 2:
         return None
     least, most = min(value for value, _ in numbers.values()), max(value for value, _ in numbers.values())

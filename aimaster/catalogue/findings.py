@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+import msgspec
+
 from aimaster.catalogue.blocks import FlightTable, HangDump, TorchrunReport, Traceback
 from aimaster.catalogue.lines import DAY, Stamp, complete, read_speaker, read_stamp
 from aimaster.catalogue.names import Names, is_address
@@ -34,6 +36,8 @@ _PCI = re.compile(r"^(?:0000)?([0-9a-fA-F]{4}):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})
 _OWN_ACCUSATIONS: Final = frozenset({"kubernetes", "ray"})
 """Sources whose accusations lie among the accused node's own logs when they name nobody (kubectl describe)."""
 
+MOST_RANKS: Final = 64
+"""Of the ranks that one line names."""
 EXIT_MEANINGS: Final[dict[int, tuple[str, Role, int]]] = {
     -11: ("app.segfault", "self", 45),
     139: ("app.segfault", "self", 45),
@@ -90,7 +94,7 @@ class _OneLog:
         self._tracebacks = [block for block in scan.blocks if isinstance(block, Traceback)]
 
     def findings(self) -> list[Finding]:
-        found = [self._from_hit(hit) for hit in self.scan.hits]
+        found = [one for hit in self.scan.hits for one in _each_rank(self._from_hit(hit))]
         found += self._exceptions()
         for block in self.scan.blocks:
             if isinstance(block, TorchrunReport):
@@ -166,7 +170,11 @@ class _OneLog:
             named = None if hit.sign.where == "central" else said_by
         accuses = hit.sign.role == "accusation"
         pid = _number(groups.get("pid")) or (None if accuses else speaker.pid or context.pid or about.pid)
-        rank = _first(_number(groups.get("rank")), None if accuses else speaker.rank)
+        rank = _first(_number(groups.get("rank")), None if accuses else _first(speaker.rank, context.rank))
+        if rank is None and not accuses:
+            rank = _number(
+                groups.get("pg_rank")
+            )  # its place in a process group: the world's rank where no prefix tells that
         if rank is None and not accuses and about.rank is not None:
             groups["file_rank"] = str(about.rank)  # a file's name is the weakest witness
         gpu = groups.get("gpu") or (None if accuses else speaker.gpu)
@@ -340,6 +348,17 @@ class _OneLog:
                 ),
             )
         ]
+
+
+def _each_rank(finding: Finding) -> list[Finding]:
+    """A statement that names several ranks accuses each of them."""
+    ranks = re.findall(r"\d+", finding.details.get("ranks", ""))
+    if not ranks or finding.subject.rank is not None:
+        return [finding]
+    return [
+        msgspec.structs.replace(finding, subject=msgspec.structs.replace(finding.subject, rank=int(rank)))
+        for rank in ranks[:MOST_RANKS]
+    ]
 
 
 def _judge_exception(block: Traceback) -> tuple[Role, int, str]:

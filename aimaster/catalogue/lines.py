@@ -128,7 +128,17 @@ _RAY = re.compile(
 _RANK = re.compile(rb"\[[Rr]ank:? ?(\d+)\]|^\[\d+,(\d+)\]<std|\bRank (\d+)\]|\[task (\d+)\]|^ {0,3}(\d{1,5}): ")
 _NCCL = re.compile(rb"(?:^|\s)([A-Za-z][\w.-]*|\d+\.\d+\.\d+\.\d+):(\d+):\d+ \[(\d+)\] ")
 _OMPI = re.compile(rb"^\[([A-Za-z][\w.-]*):(\d+)\] ")
-_HOST = re.compile(rb"^(?:<\d+>)?" + _MONTH + rb" +\d+ [\d:.]+ ([\w.-]+) [\w./-]+(?:\[\d+\])?: ")
+_HOST = re.compile(
+    rb"^(?:<\d+>)?(?:"
+    + _MONTH
+    + rb" +\d+ [\d:.]+|\d{4}-\d\d-\d\dT[\d:.]+(?:Z|[+-]\d\d:?\d\d)) (?!INFO|WARN|ERR|DEBUG|CRIT|FATAL|TRACE|NOTICE)"
+    rb"([\w.-]+) [\w./-]+(?:\[\d+\])?: "
+)
+_LABEL = re.compile(
+    rb"^(?:\[pod/([\w.-]+)/[\w.-]+\] |([A-Za-z][\w.-]*\d) +\| |"
+    rb"([A-Za-z][\w.-]*\d[\w.-]*|\d+\.\d+\.\d+\.\d+): (?=\[|Traceback \(|  |[EWIF]\d{4} |\d{4}-\d\d-\d\d|[\w.]+(?:Error|Exception)\b))"
+)
+"""Put before each line by who joined the logs of many nodes: kubectl logs --prefix, compose, pdsh."""
 
 
 class Speaker(NamedTuple):
@@ -153,6 +163,8 @@ def read_speaker(line: bytes) -> Speaker:
     named = _RANK.search(head)
     if named:
         rank = next(group for group in named.groups() if group is not None)
+    if not host and (found := _LABEL.match(head)):
+        host = found[1] or found[2] or found[3]
     if not host:
         found = _NCCL.search(head) or _OMPI.search(head)
         if found:

@@ -32,6 +32,11 @@ def _neighbours(host: str, node: str | None) -> bool:
     return node is not None and host != node and re.sub(r"\d+", "#", host) == re.sub(r"\d+", "#", node)
 
 
+def _accused(scan: LogScan) -> set[str]:
+    """Hosts that a log speaks of as others: what they print into it is theirs, not its own node's."""
+    return {hit.groups["node"] for hit in scan.hits if hit.sign.role == "accusation" and hit.groups.get("node")}
+
+
 class Names:
     """Answers which node a name, address or id means."""
 
@@ -45,7 +50,12 @@ class Names:
             hosts = {
                 plain(host) for host in scan.hosts if not is_address(host)
             }  # Ray's ip= names a member, not the log's node
-            if (len(hosts) > 1 and hosts - {scan.node}) or any(_neighbours(host, scan.node) for host in hosts):
+            others = {plain(name) for name in _accused(scan)} - {scan.node}
+            if (
+                hosts & others
+                or (len(hosts) > 1 and hosts - {scan.node})
+                or any(_neighbours(host, scan.node) for host in hosts)
+            ):
                 self._central.add(id(scan))
             elif scan.node is not None and hosts:
                 claims.setdefault(next(iter(hosts)), set()).add(scan.node)

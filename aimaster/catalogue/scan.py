@@ -267,9 +267,14 @@ class LogScan:
         self.hits.append(hit)
 
     def _learn_context(self, sign: Sign, groups: dict[str, str], offset: int) -> None:
-        if sign.id == "ray.task-error":
-            pid = groups.get("pid", "")
-            self._context = (Subject(node=groups.get("node"), pid=int(pid) if pid.isdigit() else None), offset)
+        if sign.opens == "context":
+            pid, rank = groups.get("pid", ""), groups.get("rank", "")
+            subject = Subject(
+                node=groups.get("node"),
+                rank=int(rank) if rank.isdigit() else None,
+                pid=int(pid) if pid.isdigit() else None,
+            )
+            self._context = (subject, offset)
         elif sign.id == "nvidia.off-the-bus-first-line":
             self._bus = groups.get("bus", "")
         elif sign.id == "nvidia.off-the-bus-last-line" and self._bus:

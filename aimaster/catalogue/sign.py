@@ -47,7 +47,7 @@ class Sign(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     where: str = ""
     """`kernel`: only in a kernel log line; `central`: said in a log of many nodes, so the log's own node is not meant; empty: anywhere."""
     opens: str = ""
-    """Name of the block of lines that this line begins: traceback, torchrun, flight, describe …"""
+    """Name of the block of lines that this line begins: traceback, torchrun, flight, faulthandler; `context`: the next lines speak of its subject."""
     match: tuple[str, ...] = ()
     """Lines that must match."""
     no_match: tuple[str, ...] = ()
