@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 import structlog
 
-from aimaster.wire.checkpoint import FetchReply, FetchRequest, SealedNotice
+from aimaster.wire.checkpoint import FetchReply, FetchRequest, SaveTrouble, SealedNotice, SealedReply
 from aimaster.wire.codec import decode, encode
 from aimaster.wire.places import RunPlaces, agent_socket
 from rl_runtime.links.controller import NoAnswerError, headers
@@ -35,14 +35,30 @@ class AgentLink:
         self._owner = threading.get_ident()
         self.unannounced = 0
         """Sealed snapshots the agent was not there to hear of."""
+        self.flush_trouble = ""
+        """Why nothing of this node reaches storage at present, as the agent said at the last seal."""
 
     def sealed(self, notice: SealedNotice) -> None:
-        """Tell the agent of a sealed snapshot; called from the saving thread."""
+        """Tell the agent of a sealed snapshot, and hear whether flushes work; called from the saving thread."""
         try:
-            self._post("/v1/snapshots/sealed", notice, silence_seconds=NOTICE_SECONDS)
-        except NoAnswerError as trouble:
+            content = self._post("/v1/snapshots/sealed", notice, silence_seconds=NOTICE_SECONDS)
+            trouble = decode(content, SealedReply).flush_trouble
+        except (NoAnswerError, msgspec.DecodeError) as error:
             self.unannounced += 1
-            log.warning("agent was not told of a snapshot; it will find it", segment=notice.name, reason=str(trouble))
+            log.warning("agent was not told of a snapshot; it will find it", segment=notice.name, reason=str(error))
+            return
+        if trouble and trouble != self.flush_trouble:
+            log.error("no snapshot reaches storage; training goes on, memory and peers hold it", reason=trouble)
+        elif self.flush_trouble and not trouble:
+            log.info("snapshots reach storage again")
+        self.flush_trouble = trouble
+
+    def lost(self, trouble: SaveTrouble) -> None:
+        """Tell the agent, for the master, of a snapshot that was lost in the background; called from the saving thread."""
+        try:
+            self._post("/v1/snapshots/trouble", trouble, silence_seconds=NOTICE_SECONDS)
+        except NoAnswerError as error:
+            log.warning("agent was not told of a lost snapshot", step=trouble.version.step, reason=str(error))
 
     def fetch(self, request: FetchRequest) -> FetchReply:
         """Ask the agent to bring a snapshot to this node."""

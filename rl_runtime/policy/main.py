@@ -7,10 +7,12 @@ import torch
 from aimaster.client import start_member
 from aimaster.settings import from_json
 from aimaster.telemetry.logs import set_up_logs
-from aimaster.wire.checkpoint import SealedNotice, Version
+from aimaster.wire.checkpoint import SaveTrouble, SealedNotice, Version
 from aimaster.wire.ids import NodeId
 from aimaster.wire.places import segments
 from easyckpt import Checkpointer
+from easyckpt.events import Event
+from easyckpt.events import log as log_event
 from easyckpt.layout import SegmentHeader
 from rl_runtime.config import chosen_device, policy_settings
 from rl_runtime.controller.settings import controller_settings
@@ -58,6 +60,11 @@ def run_policy() -> None:
             )
         )
 
+    def on_event(event: Event) -> None:
+        log_event(event)
+        if event.kind == "save_failed":
+            agent.lost(SaveTrouble(member=identity.member, version=Version(event.lineage, event.step), text=event.text))
+
     agent = AgentLink(around.memory, around.run, beat=beat)
     link = ControllerLink(around.run, beat=beat)
     checkpointer = Checkpointer(
@@ -68,6 +75,7 @@ def run_policy() -> None:
         slots=settings.snapshot_slots,
         flush_every=None,
         on_sealed=on_sealed,
+        on_event=on_event,
     )
     state = MemberState(
         settings,

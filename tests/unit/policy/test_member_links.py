@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from aimaster.wire.checkpoint import FetchReply, FetchRequest, SealedNotice, Version
+from aimaster.wire.checkpoint import FetchReply, FetchRequest, SaveTrouble, SealedNotice, SealedReply, Version
 from aimaster.wire.codec import decode, encode
 from aimaster.wire.ids import Incarnation, MemberId
 from aimaster.wire.places import ENV_CONTROLLER_URL, agent_socket
@@ -195,9 +195,10 @@ def test_large_questions_and_answers_pass(run, serve, link_to):
 
 
 def test_the_agent_is_asked_over_its_socket(run, serve, tmp_path):
-    """A fetch returns what the agent has; a notice says which segment was sealed."""
+    """A fetch returns what the agent has; a notice says which segment was sealed, and its answer whether flushes work; a lost one is told."""
     reply = FetchReply(places=(), seconds=1.5)
-    server = serve((200, encode(reply), 0.6), (200, b"", 0.0), path=agent_socket(tmp_path))
+    told = encode(SealedReply(flush_trouble="the disk is full"))
+    server = serve((200, encode(reply), 0.6), (200, told, 0.0), (200, b"", 0.0), path=agent_socket(tmp_path))
     beats = []
     agent = AgentLink(tmp_path, run, beat=beats.append)
     assert agent.fetch(FetchRequest(role="policy", at=Version(0, 3))) == reply
@@ -205,7 +206,12 @@ def test_the_agent_is_asked_over_its_socket(run, serve, tmp_path):
     notice = SealedNotice(member=MemberId("policy-0"), rank=0, name="s", version=Version(0, 3), flush=True)
     agent.sealed(notice)
     assert decode(server.requests[1][1], SealedNotice) == notice
-    assert [path for path, _, _ in server.requests] == ["/v1/snapshots/fetch", "/v1/snapshots/sealed"]
+    assert agent.flush_trouble == "the disk is full"
+    trouble = SaveTrouble(member=MemberId("policy-0"), version=Version(0, 4), text="no room")
+    agent.lost(trouble)
+    assert decode(server.requests[2][1], SaveTrouble) == trouble
+    asked = ["/v1/snapshots/fetch", "/v1/snapshots/sealed", "/v1/snapshots/trouble"]
+    assert [path for path, _, _ in server.requests] == asked
     assert agent.unannounced == 0
 
 
