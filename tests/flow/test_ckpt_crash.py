@@ -1,0 +1,36 @@
+"""Crash consistency: SIGKILL of the trainer, its agent, or both, in every phase of saving, sealing, copying, flushing and deleting."""
+
+import json
+
+import pytest
+
+from tests.flow.ckpt_crash import Crash
+from tests.flow.ckpt_phases import PHASES
+
+
+async def crash(folder, *, kills, seed):
+    it = Crash(folder, seed)
+    try:
+        await it.kill(kills)
+    finally:
+        it.close()
+    print(json.dumps(it.figures.as_json()))
+    assert it.figures.torn == []
+    assert it.figures.wrong == []
+    assert it.figures.steps > 0
+    return it.figures
+
+
+async def test_whatever_is_killed_the_newest_whole_step_loads_or_the_one_before(tmp_path):
+    figures = await crash(tmp_path, kills=6, seed=3)
+    assert figures.restored["older"] == 0
+    assert len({victim for victim, _ in figures.kills}) == 3
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+async def test_two_hundred_kills_in_every_phase_lose_nothing(tmp_path):
+    """And one, two or three of trainer, agent and memory: never a mixture, never behind what memory had promised."""
+    figures = await crash(tmp_path, kills=200, seed=20)
+    assert sum(figures.kills.values()) == 200
+    assert {phase for _, phase in figures.caught} >= set(PHASES)
