@@ -64,7 +64,7 @@ class Plan:
         return result
 
     def finish(self) -> None:
-        """After the tensors are filled: sets everything else."""
+        """After the tensors are filled: sets everything else. Raises Mismatch where an object does not take what it once gave."""
         for action in self._after:
             action()
 
@@ -141,16 +141,37 @@ class Plan:
         is_module = isinstance(owner, torch.nn.Module)
         if isinstance(owner, torch.optim.Optimizer):
             gate.knows(owner)
+            if not self._fits_optimizer(owner, document, path):
+                return owner
             self._give_moments(owner, state, document)
         if not isinstance(state, MutableMapping):
-            self._after.append(lambda: owner.load_state_dict(tree.decode(document, self._new)))
+            self._after.append(lambda: _load(owner, tree.decode(document, self._new), path))
             return owner
         before = len(self._after)
         self._mapping(state, document, path, closed=is_module)
         # A module's tensors were filled where they are: loading them again would copy all of them onto themselves.
         if not is_module or len(self._after) > before:
-            self._after.append(lambda: owner.load_state_dict(state))
+            self._after.append(lambda: _load(owner, state, path))
         return owner
+
+    def _fits_optimizer(self, optimizer: torch.optim.Optimizer, document: Any, path: tree.Path) -> bool:
+        """An optimizer's state goes by the place of a parameter in its groups: another cut would give it to the wrong ones."""
+        saved = (_items(document) or {}).get("param_groups")
+        there = [len(group["params"]) for group in saved] if isinstance(saved, list) else []
+        here = [len(group["params"]) for group in optimizer.param_groups]
+        if there != here:
+            text = f"{tree.join(path)!r} has groups of {there} parameters in the snapshot, of {here} in the state"
+            self._problem(text)
+            return False
+        for name, held in self._held.items():
+            # Replicas are alike; ranks that each kept the moments of other parameters used the same numbers for them.
+            unlike = {entry.digest for _, entry in held if entry.global_shape is None}
+            if len(unlike) > 1 and name.startswith(tree.join((*path, "state", ""))):
+                self._problem(
+                    f"{name!r} is another tensor on each rank: it can only be restored on as many ranks as saved it"
+                )
+                return False
+        return True
 
     def _give_moments(self, optimizer: torch.optim.Optimizer, state: Any, document: Any) -> None:
         """Makes the tensors that a fresh optimizer lacks, each like its parameter, so that sharded ones are sharded alike."""
@@ -206,6 +227,17 @@ class Plan:
     def _problem(self, text: str) -> None:
         if self._strict:
             self._problems.append(text)
+
+
+def _load(owner: Any, state: Any, path: tree.Path) -> None:
+    try:
+        owner.load_state_dict(state)
+    except (KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        name = f"{type(owner).__module__}.{type(owner).__qualname__}"
+        raise Mismatch(
+            f"{tree.join(path)!r}, a {name}, does not take the state that was saved ({error}); the rest of the state is filled."
+            " Give restore() an object that is made as the saved one was"
+        ) from error
 
 
 def fill(shards: Sequence[OpenShard], state: Any, *, strict: bool = True, only: Collection[str] | None = None) -> Any:

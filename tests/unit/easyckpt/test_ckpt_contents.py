@@ -201,6 +201,48 @@ def test_a_state_that_does_not_fit_is_named_and_left_as_it_was(checkpointer, cha
     assert not isinstance(state["model"], dict) or state["model"]["w"].abs().sum() == 0
 
 
+def saved_optimizer(checkpointer, groups, step=5):
+    """One step of Adam over layers in such groups, saved."""
+    layers = [nn.Linear(3, 3, bias=False) for _ in range(sum(groups))]
+    left = list(layers)
+    optimizer = torch.optim.Adam([{"params": [left.pop(0).weight for _ in range(size)]} for size in groups])
+    sum(layer(torch.ones(1, 3)).sum() for layer in layers).backward()
+    optimizer.step()
+    checkpointer.save(step, {"optimizer": optimizer, "step": step})
+    checkpointer.wait()
+
+
+@pytest.mark.parametrize("groups", [[1, 2], [3], [2, 1, 0], [2]], ids=str)
+def test_an_optimizer_of_other_groups_is_named_and_nothing_is_changed(checkpointer, groups):
+    """A parameter added, removed or moved to another group: its moments would go to the wrong one."""
+    saved_optimizer(checkpointer, [2, 1])
+    other = [[nn.Parameter(torch.zeros(3, 3)) for _ in range(size)] for size in groups]
+    state = {"optimizer": torch.optim.Adam([{"params": group} for group in other]), "step": 0}
+    with pytest.raises(Mismatch, match=r"'optimizer' has groups of \[2, 1\] parameters"):
+        checkpointer.restore(state)
+    assert state["step"] == 0
+    assert not state["optimizer"].state
+    checkpointer.restore(state, strict=False)
+    assert state["step"] == 5
+    assert not state["optimizer"].state
+
+
+class Picky:
+    """An object that does not take what it gave."""
+
+    def state_dict(self):
+        return {"at": 1}
+
+    def load_state_dict(self, state):
+        raise KeyError(f"seed is not in {state}")
+
+
+def test_an_object_that_refuses_its_state_is_named(checkpointer):
+    checkpointer.save(1, {"data": {"loader": Picky()}})
+    with pytest.raises(Mismatch, match=r"'data/loader', a .*Picky, does not take .*seed"):
+        checkpointer.restore({"data": {"loader": Picky()}})
+
+
 def test_what_fits_is_taken_when_asked_so(checkpointer):
     checkpointer.save(5, {"w": torch.ones(2), "step": 5})
     state = {"w": torch.zeros(2), "new": 7, "step": 0}
@@ -221,4 +263,4 @@ def test_many_tensors_need_no_descriptor_each(checkpointer):
     target = {name: torch.zeros(3) for name in state}
     checkpointer.restore(target)
     assert all(torch.equal(target[name], state[name]) for name in state)
-    assert len(os.listdir("/proc/self/fd")) <= before + 2
+    assert len(os.listdir("/proc/self/fd")) <= before + 8  # two slots, each open and mapped
