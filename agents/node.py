@@ -129,7 +129,7 @@ class Node:
         self._pictures = LogPictures(lambda: (*self._logs.followed(), *self._named_logs.followed()))
         self._logs = LogWatch(self.name, signs, self.report, heard=self._hangs.hear, ended=self._pictures.end)
         patterns = [one for one in self._sight.log_paths.split(":") if one]
-        self._named_logs = NamedLogs(self.name, patterns, signs, self.report)
+        self._named_logs = NamedLogs(self.name, patterns, signs, self.report, ended=self._pictures.end)
         self._trainer = Trainer(
             self._run, self._plan.run_id, self.name,
             pace=self._pace, front=self._front, report=self.report, observer=self, spawn=self._spawn,
@@ -162,6 +162,7 @@ class Node:
             self._sensors.start()
             self._spawn("link to master", self._link.run())
             self._spawn("watch members", self._watch_members())
+            self._spawn("named logs", self._named_logs.run(self._pace.progress_seconds))
             self._spawn(
                 "watch the clock",
                 self._clock.compare(
@@ -186,7 +187,6 @@ class Node:
     async def _close(self) -> None:
         self._sensors.close()
         self._eyes.close()
-        self._named_logs.close()
         self._trainer.close()
         self._peers.close()
         self._shards.close()
@@ -247,7 +247,6 @@ class Node:
         while True:
             self._hangs.tick()
             self._logs.tick()
-            self._named_logs.tick()
             self._endpoints.turning.turn()
             await asyncio.sleep(self._pace.progress_seconds)
 

@@ -1,21 +1,18 @@
 """Logs beside the members' own that the agent was told to follow: a Ray session's folder, a launcher's log, a system log.
 
-Patterns are looked through each second, which also works on network file systems, where notices of changes are silent. What a file held
-when the agent came is history; one that appears later is read from its beginning, unless it is a known file under a new name. Of all
-files together a bounded amount is read a tick, and each keeps a bounded memory: after some megabytes its scan begins anew.
+Files are found and read by a thread (follow.py); what they gain is judged here, on the event loop. Each keeps a bounded memory: after some
+megabytes its scan begins anew, and what the scan before had kept is kept.
 """
 
-import glob
-import os
+import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
 import msgspec
 import structlog
 
+from agents.follow import Follower, FollowThread, Gain
 from agents.logs import NEWS, NEWS_WEIGHT
-from agents.tail import Tail
 from aimaster.catalogue import Catalogue
 from aimaster.catalogue.findings import collect
 from aimaster.catalogue.kept import Kept, join, keep
@@ -25,9 +22,6 @@ from aimaster.wire.health import Finding
 from aimaster.wire.ids import NodeId
 from aimaster.wire.messages import AgentEvent, Found
 
-DISCOVERY_SECONDS = 1.0
-MOST_FILES = 256
-TICK_BYTES = 4 << 20
 SCAN_BYTES = 16 << 20
 AGAIN_SECONDS = 600.0
 """The same sign of the same file is news again after this long."""
@@ -39,7 +33,6 @@ class _Named:
 
     def __init__(self, path: str, offset: int) -> None:
         self.path = path
-        self.tail = Tail(Path(path), offset)
         self.began = offset
         """Where the present scan began, in the file."""
         self.scan: LogScan | None = None
@@ -50,7 +43,7 @@ class _Named:
 
 
 class NamedLogs:
-    """Follows all files that the patterns name; used by the event loop alone."""
+    """All files that the patterns name; used by the event loop alone."""
 
     def __init__(
         self,
@@ -58,68 +51,50 @@ class NamedLogs:
         patterns: Sequence[str],
         catalogue: Catalogue,
         report: Callable[[AgentEvent, float], None],
+        ended: Callable[[Kept], None] | None = None,
     ) -> None:
+        """`ended` is given what a file that is there no more has said."""
         self.bytes_read = 0
-        self.left_out = 0
-        """Files beyond the most that are followed."""
-        self._node = node
+        self.follower = Follower(patterns)
         self._patterns = patterns
+        self._node = node
         self._catalogue = catalogue
         self._report = report
+        self._ended = ended
         self._files: dict[str, _Named] = {}
-        self._inodes: set[int] = set()
-        self._next_look = 0.0
-        self._begun = False
 
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def tick(self) -> None:
-        """Read what is new, a bounded amount, and tell the news."""
+    async def run(self, pause_seconds: float) -> None:
+        """Judge what the thread reads, until cancelled."""
         if not self._patterns:
             return
-        if time.monotonic() >= self._next_look:
-            self._next_look = time.monotonic() + DISCOVERY_SECONDS
-            self._discover()
-        budget = TICK_BYTES
-        for named in list(self._files.values()):
-            budget -= self._read(named, budget)
-            if budget <= 0:
-                break
-        self._files = dict(
-            sorted(self._files.items(), key=lambda pair: pair[1].tail.bytes_read)
-        )  # the flood comes last
+        loop = asyncio.get_running_loop()
+        waiting: asyncio.Queue[list[Gain]] = asyncio.Queue()
 
-    def close(self) -> None:
-        for named in self._files.values():
-            named.tail.close()
+        def hand_on(gains: list[Gain]) -> None:
+            loop.call_soon_threadsafe(waiting.put_nowait, gains)
 
-    def _discover(self) -> None:
-        found = [path for pattern in self._patterns for path in glob.iglob(pattern, recursive=True)]
-        self.left_out = 0
-        for path in found:
-            if path in self._files:
-                continue
-            try:
-                status = os.stat(path)
-            except OSError:
-                continue
-            if not os.path.isfile(path):
-                continue
-            if len(self._files) >= MOST_FILES:
-                self.left_out += 1
-                continue
-            known = status.st_ino in self._inodes or not self._begun
-            self._inodes.add(status.st_ino)
-            self._files[path] = _Named(path, status.st_size if known else 0)
-        for path in set(self._files) - set(found):
-            self._files.pop(path).tail.close()
-        self._begun = True
-
-    def _read(self, named: _Named, budget: int) -> int:
-        before = named.tail.bytes_read
+        thread = FollowThread(self.follower, hand_on, pause_seconds)
+        thread.start()
         try:
-            for piece in named.tail.read(budget):
+            while True:
+                self.take(await waiting.get())
+                thread.taken()
+        finally:
+            thread.close()
+
+    def take(self, gains: Iterable[Gain]) -> None:
+        """Judge what files have gained, and tell the news."""
+        for gain in gains:
+            if gain.pieces:
+                named = self._files.setdefault(gain.path, _Named(gain.path, gain.begins_at))
+                self._feed(named, gain.pieces)
+            elif (left := self._files.pop(gain.path, None)) is not None and left.scan is not None and self._ended:
+                self._ended(join(left.past, keep(left.scan)))
+
+    def _feed(self, named: _Named, pieces: Iterable[bytes]) -> None:
+        try:
+            for piece in pieces:
+                self.bytes_read += len(piece)
                 scan = named.scan
                 if scan is None or scan.bytes_read - named.began > SCAN_BYTES:
                     scan = self._begin_scan(named)
@@ -130,9 +105,6 @@ class NamedLogs:
         except Exception:  # a sign that fails blinds us for this file's present piece alone
             log.exception("log_not_judged", file=named.path)
             named.scan = None
-        gained = named.tail.bytes_read - before
-        self.bytes_read += gained
-        return gained
 
     def _begin_scan(self, named: _Named) -> LogScan:
         if named.scan is not None:

@@ -2,7 +2,9 @@ import time
 
 import pytest
 
-from agents import paths
+from agents import discovery, follow
+from agents.discovery import Discovery, split
+from agents.follow import Follower, FollowThread
 from agents.paths import NamedLogs
 from aimaster import catalogue
 
@@ -17,12 +19,13 @@ def signs():
 
 @pytest.fixture
 def watch(tmp_path, signs, monkeypatch):
-    monkeypatch.setattr(paths, "DISCOVERY_SECONDS", 0.0)
+    monkeypatch.setattr(discovery, "SAFETY_SECONDS", 0.0)
     told = []
     watch = NamedLogs("node-0", [str(tmp_path / "**" / "*.log")], signs, lambda event, _at: told.append(event.finding))
     watch.told = told
+    watch.tick = lambda: watch.take(watch.follower.look())
     yield watch
-    watch.close()
+    watch.follower.close()
 
 
 def test_what_was_there_is_history_and_what_comes_is_news(watch, tmp_path):
@@ -79,13 +82,112 @@ def test_a_decisive_line_is_found_in_any_flood(watch, tmp_path):
 
 def test_files_are_bounded(watch, tmp_path, monkeypatch):
     """Beyond the most files the others are counted, not followed; one that is gone makes room."""
-    monkeypatch.setattr(paths, "MOST_FILES", 2)
+    monkeypatch.setattr(follow, "MOST_FILES", 2)
     for name in "abc":
         (tmp_path / f"{name}.log").write_text("")
     watch.tick()
-    assert (len(watch), watch.left_out) == (2, 1)
+    assert (len(watch.follower), watch.follower.left_out) == (2, 1)
     for name in "ab":
         (tmp_path / f"{name}.log").unlink(missing_ok=True)
     watch.tick()
     watch.tick()
-    assert (len(watch), watch.left_out) == (1, 0)
+    assert (len(watch.follower), watch.follower.left_out) == (1, 0)
+
+
+def until(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "the deadline passed"
+        time.sleep(0.01)
+    return value
+
+
+def test_a_removed_files_number_is_no_name(watch, tmp_path):
+    """A file system gives the inode of a removed file to the next one: that one is read from its beginning all the same."""
+    log = tmp_path / "a.log"
+    log.write_text(LOST)
+    watch.tick()
+    log.unlink()
+    watch.tick()
+    (tmp_path / "b.log").write_text(DEAD)
+    watch.tick()
+    assert [one.category for one in watch.told] == ["node.disk_fault"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "base"),
+    [
+        ("/var/log/*.log", ("/var/log", False)),
+        ("/tmp/ray/**/*.out", ("/tmp/ray", True)),
+        ("/tmp/ray/session_*/logs/*", ("/tmp/ray", True)),
+        ("/var/log/messages", ("/var/log", False)),
+        ("*.log", (".", False)),
+        ("/*/x", ("/", True)),
+    ],
+)
+def test_the_folder_to_watch_is_the_longest_plain_one(pattern, base):
+    """Up to the first part that holds a wildcard; deeper where others follow it."""
+    assert split(pattern) == base
+
+
+def test_a_new_file_rings_and_a_write_does_not(tmp_path):
+    """Between two looks nobody looks: a file that is made, moved in or removed below the folder is told by the kernel, writes are not."""
+    watching = Discovery([str(tmp_path / "**" / "*.log")])
+    try:
+        assert watching.due(0.0)
+        assert watching.watched == {str(tmp_path): "notices"}
+        assert not watching.due(0.5)
+        (tmp_path / "deep").mkdir()
+        until(lambda: watching.due(1.0))
+        log = tmp_path / "deep" / "a.log"
+        log.write_text("")
+        until(lambda: watching.due(2.0))
+        with log.open("a") as file:
+            file.write("more\n")
+        log.unlink()
+        until(lambda: watching.due(3.0))
+        assert not watching.due(4.0)
+        assert watching.due(4.0 + discovery.SAFETY_SECONDS)
+    finally:
+        watching.close()
+
+
+def test_a_network_folder_is_compared_and_a_missing_one_looked_for(tmp_path, monkeypatch):
+    """On NFS and FUSE the kernel tells nobody: a thread compares listings. A folder that is not there is looked for each second."""
+    monkeypatch.setattr(discovery, "COMPARE_SECONDS", 0.05)
+    info = tmp_path / "mountinfo"
+    info.write_text(f"1 0 8:1 / / rw - ext4 /dev/sda1 rw\n2 1 0:5 / {tmp_path}/share rw - fuse.sshfs host:/x rw\n")
+    watching = Discovery([str(tmp_path / "share" / "*.log")], mountinfo=str(info))
+    try:
+        assert [watching.due(at) for at in (0.0, 0.5, 1.1)] == [True, False, True]
+        (tmp_path / "share").mkdir()
+        assert watching.due(2.2)
+        assert watching.watched == {str(tmp_path / "share"): "compared"}
+        (tmp_path / "share" / "a.log").write_text("")
+        until(lambda: watching.due(2.3))
+        (tmp_path / "share" / "a.log").unlink()
+        (tmp_path / "share").rmdir()
+        until(lambda: watching.due(3.4))
+        assert watching.watched == {}
+    finally:
+        watching.close()
+
+
+def test_reading_goes_on_in_a_thread_and_waits_for_its_judge(tmp_path):
+    """One look's gains at a time are handed on: memory is bounded by a look; the end of the thread is asked for and comes."""
+    log = tmp_path / "a.log"
+    handed = []
+    thread = FollowThread(Follower([str(tmp_path / "*.log")]), handed.append, 0.01)
+    thread.start()
+    until(lambda: thread._follower._begun)
+    log.write_text("one\n")
+    until(lambda: handed)
+    with log.open("a") as file:
+        file.write("two\n")
+    assert [one.pieces for one in handed[0]] == [(b"one\n",)]
+    assert len(handed) == 1
+    thread.taken()
+    until(lambda: len(handed) == 2)
+    assert [one.pieces for one in handed[1]] == [(b"two\n",)]
+    thread.close()
+    assert not thread._thread.is_alive()
