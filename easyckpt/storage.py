@@ -101,6 +101,15 @@ class Files:
     def link(self, source: Path, target: Path) -> None:
         os.link(source, target)
 
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def make_folder(self, path: Path) -> None:
+        os.mkdir(path)
+
+    def remove_folder(self, path: Path) -> None:
+        os.rmdir(path)
+
 
 class FolderStorage:
     """A folder, made when first written to; existing parents keep their modes, new files follow the umask."""
@@ -114,13 +123,13 @@ class FolderStorage:
         # A name of its own: on shared storage two hosts may well write under one pid.
         part = target.with_name(f".{name}.{secrets.token_hex(4)}{PART_SUFFIX}")
         with told(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
+            self._make_folders(target.parent)
             try:
                 self._write(part, pieces)
                 self._files.rename(part, target)
             except BaseException:
                 with contextlib.suppress(OSError):
-                    part.unlink()
+                    self._files.unlink(part)
                 raise
 
     def commit(self, folder: str, raw: bytes) -> None:
@@ -135,7 +144,7 @@ class FolderStorage:
                 raise AlreadyFlushed(f"{target} was committed by another writer; this flush is dropped") from error
             finally:
                 with contextlib.suppress(OSError):
-                    part.unlink()
+                    self._files.unlink(part)
             for level in (target.parent, target.parent.parent, self.root):
                 self._sync_folder(level)
 
@@ -157,11 +166,12 @@ class FolderStorage:
     def delete(self, folder: str) -> None:
         path = self.root / folder
         with told(path):
-            (path / FILE_NAME).unlink(missing_ok=True)
-            self._sync_folder(path)
-            for file in list(path.iterdir()):
-                file.unlink(missing_ok=True)
-            path.rmdir()
+            for name in (FILE_NAME, *os.listdir(path)):
+                with contextlib.suppress(FileNotFoundError):
+                    self._files.unlink(path / name)
+                if name == FILE_NAME:
+                    self._sync_folder(path)
+            self._files.remove_folder(path)
 
     def age_seconds(self, folder: str, now: float) -> float:
         path = self.root / folder
@@ -171,7 +181,7 @@ class FolderStorage:
     def create(self, folder: str, name: str, raw: bytes) -> bool:
         target = self.root / folder / name
         with told(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
+            self._make_folders(target.parent)
             try:
                 fd = self._files.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             except FileExistsError:
@@ -180,7 +190,7 @@ class FolderStorage:
                 if raw:
                     self._files.write(fd, memoryview(raw), 0)
             except OSError:
-                target.unlink(missing_ok=True)
+                self._files.unlink(target)
                 raise
             finally:
                 os.close(fd)
@@ -191,8 +201,8 @@ class FolderStorage:
 
     def remove(self, folder: str, names: Iterable[str]) -> None:
         for name in names:
-            with told(self.root / folder / name):
-                (self.root / folder / name).unlink(missing_ok=True)
+            with told(self.root / folder / name), contextlib.suppress(FileNotFoundError):
+                self._files.unlink(self.root / folder / name)
 
     def stamps(self, folder: str) -> dict[str, str]:
         found = {}
@@ -202,6 +212,15 @@ class FolderStorage:
                     status = entry.stat(follow_symlinks=False)
                     found[entry.name] = f"{status.st_size} {status.st_mtime_ns}"
         return found
+
+    def _make_folders(self, path: Path) -> None:
+        """Each that is missing, and its name in the one above it made durable."""
+        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+        for folder in reversed(missing):
+            with contextlib.suppress(FileExistsError):  # another rank's or writer's
+                self._files.make_folder(folder)
+            with contextlib.suppress(PermissionError):  # one that may be entered but not read
+                self._sync_folder(folder.parent)
 
     def _publish(self, part: Path, target: Path, raw: bytes) -> None:
         """The manifest appears whole or not at all; where the file system has no links, it is written in place, with its digest as proof."""

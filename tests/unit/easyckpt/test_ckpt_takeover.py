@@ -194,14 +194,15 @@ def test_processes_that_race_for_a_dead_nodes_flush_commit_it_exactly_once(tmp_p
 
 
 KILLED = """
-import os, signal, sys
+import os, signal, stat, sys
 from pathlib import Path
 from easyckpt.storage import Files, FolderStorage
 from easyckpt.takeover import take_over
 
 class Deadly(Files):
     def fsync(self, fd):
-        os.kill(os.getpid(), signal.SIGKILL)
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            os.kill(os.getpid(), signal.SIGKILL)
 
 take_over(Path(sys.argv[1]), FolderStorage(Path(sys.argv[2]), Deadly()), ["trainer-0"])
 """
