@@ -31,6 +31,8 @@ OUTLIVED_SECONDS: Final = 60.0
 """In a job that ends badly, a few more steps after a statement forgive nothing: the end may be its doing."""
 DECISIVE_OUTLIVED_SECONDS: Final = 600.0
 """The same for decisive hardware lines: a collective may hang for many minutes before anybody complains."""
+NOTICE_SECONDS: Final = 900.0
+"""So long after its announcement an end may come; steps made in between do not take it back."""
 STICKY: Final = frozenset({"gpu.slowdown", "gpu.row_remap_failure", "gpu.lost", "gpu.silent_corruption"})
 """They do not go away because training goes on."""
 
@@ -109,7 +111,7 @@ class _Case:
 
     def announced(self) -> Verdict | None:
         """Preemption, time limit, scale-down: they explain everything after them, but not what was broken before."""
-        notices = [one for one in self.picture.announcements if one.role == "self" and not self.picture.recovered(one)]
+        notices = [one for one in self.picture.announcements if one.role == "self" and not self._outdated(one)]
         if not notices:
             return None
         notice = notices[0]
@@ -124,6 +126,13 @@ class _Case:
             notice = msgspec.structs.replace(notice, subject=Culprit())
         related = [one.finding for one in ranked if one.finding.subject.node == notice.subject.node]
         return self._verdict(notice, related, confidence=0.9)
+
+    def _outdated(self, notice: Finding) -> bool:
+        """Whether the job outlived the notice. Steps within its term are expected, where the job then ends badly."""
+        if not self.picture.recovered(notice):
+            return False
+        outlived = self.picture.outlived_seconds(notice)
+        return not self.ends_badly or bool(self.picture.finished) or outlived is None or outlived > NOTICE_SECONDS
 
     def rooted(self) -> Verdict | None:
         """The best-placed statement, if the job failed or the statement alone proves a failure."""

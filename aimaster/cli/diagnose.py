@@ -22,13 +22,15 @@ from aimaster.catalogue import Catalogue, RuleError, load
 from aimaster.catalogue.findings import collect
 from aimaster.catalogue.flight import LARGEST_BYTES, Dump, compare, may_be_dump, read_dump
 from aimaster.catalogue.scan import LogScan
-from aimaster.catalogue.templates import new_lines
+from aimaster.cli.diagnose_candidates import candidates
 from aimaster.cli.diagnose_inputs import Unreadable, line_number, name_nodes, open_sources
 from aimaster.wire.health import Evidence, Finding, Verdict
 
 COUNTED_BYTES = 256 * 1024 * 1024
 """In larger plain files the line numbers of the evidence are counted by a second, partial pass."""
 UNIT_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+UNEXPLAINED = frozenset({"unknown", "hang.unknown", "process.killed"})
+"""Verdicts that leave the cause open: what is new in this attempt is offered to the reader."""
 MARKS = {"self": "ROOT", "accusation": "ROOT", "follower": "echo", "benign": "    "}
 
 
@@ -110,8 +112,8 @@ def examine(
     verdict = msgspec.structs.replace(
         verdict, evidence=tuple(_with_line(line, scans, paths) for line in verdict.evidence)
     )
-    if verdict.category == "unknown":
-        verdict = msgspec.structs.replace(verdict, candidates=tuple(new_lines(scans)))
+    if verdict.category in UNEXPLAINED:
+        verdict = msgspec.structs.replace(verdict, candidates=candidates(paths, scans))
     dropped: dict[str, int] = {}
     for scan in scans:
         for sign, count in scan.dropped.items():
@@ -193,7 +195,11 @@ def as_text(report: Report, *, explain: bool) -> str:
     if verdict.traceback:
         lines += ["", *("    " + line for line in verdict.traceback.splitlines()[-25:])]
     if verdict.candidates:
-        lines += ["", "Lines that no sign knows and that are new at the end:", *map(_evidence_line, verdict.candidates)]
+        lines += [
+            "",
+            "Candidates, with low confidence: lines that no sign knows and that are new in this attempt:",
+            *map(_evidence_line, verdict.candidates),
+        ]
     if verdict.ruled_out:
         lines += ["", "Ruled out:"]
         for one in verdict.ruled_out if explain else verdict.ruled_out[:8]:
