@@ -13,7 +13,7 @@ import structlog
 
 from agents.rules.fabric import FabricRules
 from agents.rules.gpu import TEXT_DECIDES, GpuRules
-from agents.rules.host import MountRules, clock_findings, room_findings
+from agents.rules.host import HostRules, MountRules, clock_findings, room_findings
 from agents.rules.kernel import Collapse, KernelRules
 from agents.rules.process import ProcessRules
 from aimaster.catalogue import Catalogue
@@ -46,6 +46,7 @@ class MachineWatch:
         self._trees = trees
         self._gpu = GpuRules(catalogue.xids)
         self._fabric = FabricRules()
+        self._host = HostRules()
         self._mounts = MountRules()
         self._process = ProcessRules()
         self._kernel = KernelRules(catalogue, node)
@@ -101,6 +102,8 @@ class MachineWatch:
                 return self._fabric.judge(readings)
             case "mounts":
                 return room_findings(readings) + self._mounts.judge(readings)
+            case "host":
+                return self._host.judge(readings)
             case "process" | "cgroup":
                 return self._process.judge(readings)
             case "clock":

@@ -34,7 +34,6 @@ from agents.paths import NamedLogs
 from agents.peers import Peers
 from agents.pictures import LogPictures
 from agents.sensors.all import Sensors
-from agents.sensors.clock import ClockBounds
 from agents.sensors.process import identify
 from agents.sensors.reader import SensorReader
 from agents.trainer import RefusedError, Trainer
@@ -146,7 +145,6 @@ class Node:
             interval_seconds=self._pace.sensor_seconds,
         )
         self._machine = MachineWatch(self.name, signs, report=self.report, trees=lambda: self._eyes.process.trees)
-        self._clock = ClockBounds(self.name)
         self._loop = asyncio.get_running_loop()
         self._sensors = SensorReader(self._eyes.row, self._hand_on)
         self._link = Link(
@@ -165,9 +163,7 @@ class Node:
             self._spawn("named logs", self._named_logs.run(self._pace.progress_seconds))
             self._spawn(
                 "watch the clock",
-                self._clock.compare(
-                    self._session, lambda: find_master(self._run), self._machine.take, self._sight.clock_seconds
-                ),
+                self._eyes.clock.compare(self._session, lambda: find_master(self._run), self._sight.clock_seconds),
             )
             self._spawn("flush", self._keeper.flush_forever())
             self._spawn("copy to peer", self._peers.copy_forever())
@@ -323,8 +319,7 @@ class Node:
         return {name: one.process.pid for name, one in list(self._trainer.members.items()) if one.alive and one.process}
 
     def _readings(self) -> tuple[Reading, ...]:
-        clock = self._clock.reading
-        return self._sensors.newest() + (() if clock is None else (clock,))
+        return self._sensors.newest()
 
     def _hello(self) -> Hello:
         return Hello(

@@ -5,6 +5,7 @@ A *condition* lasts: its finding keeps its id as long as it does. An *event* hap
 
 from aimaster.wire.health import Action, Evidence, FaultOf, Finding, Reading, Severity, Subject
 
+NEAR_RATIO = 0.95
 WARNS = 45
 """Weight of what supports a failure and raises none."""
 
@@ -51,3 +52,25 @@ def number(reading: Reading, name: str, otherwise: float = 0.0) -> float:
     """A value as a number; `otherwise` where it was not read."""
     value = reading.values.get(name)
     return float(value) if isinstance(value, int | float) else otherwise
+
+
+def near(reading: Reading, name: str, limit_name: str, about: str, what: str) -> list[Finding]:
+    """A warning where something comes near its limit."""
+    have, limit = number(reading, name), number(reading, limit_name)
+    if limit <= 0 or have < NEAR_RATIO * limit:
+        return []
+    text = f"{about} has {have:.0f} of {limit:.0f} {what}"
+    weight = 60 if have >= limit else WARNS
+    return [
+        conclude(
+            reading,
+            f"limit.{name}",
+            "node.limits",
+            text,
+            about=about,
+            weight=weight,
+            severity="warning",
+            have=int(have),
+            limit=int(limit),
+        )
+    ]

@@ -29,6 +29,9 @@ RECOVERY: Final[dict[int, tuple[str, Action]]] = {
     7: ("system_reboot", "replace_node"),
 }
 HELD_BYTES: Final = 1 << 30
+REPLAYS_PER_MINUTE: Final = 8.0
+"""What DCGM's health check bears of a PCIe link."""
+RATE_SECONDS: Final = 60.0
 TEXT_DECIDES: Final = frozenset({94, 95, *range(144, 151)})
 """Xids whose meaning stands in the kernel's line: from NVML alone they are known by their code only."""
 DRIVER_GONE: Final = {9: "the driver is not loaded any more", 999: "NVML answers Unknown Error"}
@@ -49,6 +52,8 @@ class GpuRules:
         self._best_width: dict[str, float] = {}
         self._slow_since: dict[str, float] = {}
         self._held: dict[str, int] = {}
+        self._counted: dict[str, tuple[Reading, Reading]] = {}
+        """By UUID: readings a minute and two minutes old at most, to take rates from."""
 
     def judge(self, readings: Sequence[Reading]) -> list[Finding]:
         """The conditions that hold now. An Xid is no condition: see `xid`."""
@@ -167,6 +172,7 @@ class GpuRules:
         found = _memory_faults(reading, first, uuid, gpu, name)
         found += self._slowdown(reading, uuid, gpu, name)
         found += self._links(reading, uuid, gpu, name)
+        found += self._link_errors(reading, uuid, gpu, name)
         action = int(number(reading, "recovery_action"))
         if action in RECOVERY:
             word, remedy = RECOVERY[action]
@@ -247,6 +253,33 @@ class GpuRules:
                     before=int(best),
                 )
             )
+        return found
+
+    def _link_errors(self, reading: Reading, uuid: str, gpu: str | None, name: str) -> list[Finding]:
+        """Packets sent again over PCIe, by the minute; NVLinks that had to be trained anew, each."""
+        older, newer = self._counted.setdefault(uuid, (reading, reading))
+        if reading.time_seconds - newer.time_seconds >= RATE_SECONDS:
+            older, newer = self._counted[uuid] = newer, reading
+        seconds = reading.time_seconds - older.time_seconds
+        found = []
+        replays = number(reading, "pcie_replays") - number(older, "pcie_replays")
+        if seconds >= RATE_SECONDS and replays * 60 / seconds > REPLAYS_PER_MINUTE:
+            text = f"{replays:.0f} PCIe replays of {name} in {seconds:.0f} s"
+            found.append(
+                conclude(
+                    reading, "nvml.pcie_replays", "gpu.pcie", text, about=uuid, weight=WARNS, severity="warning", gpu=gpu,
+                    count=int(replays),
+                )
+            )  # fmt: skip
+        recoveries = number(reading, "nvlink_recovery_errors") - number(self._first[uuid], "nvlink_recovery_errors")
+        if recoveries > 0:
+            text = f"NVLinks of {name} were trained anew {recoveries:.0f} times"
+            found.append(
+                conclude(
+                    reading, "nvml.nvlink_errors", "gpu.nvlink", text, about=uuid, weight=WARNS, severity="warning", gpu=gpu,
+                    count=int(recoveries),
+                )
+            )  # fmt: skip
         return found
 
     def held(self, readings: Sequence[Reading], job: frozenset[int], alive: frozenset[int]) -> list[Finding]:

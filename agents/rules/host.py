@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
-from agents.rules.base import WARNS, conclude, number
+from agents.rules.base import WARNS, conclude, near, number
 from aimaster.wire.health import Finding, Reading
 
 CATEGORY_OF_FOLDER: Final = {"memory": "node.shm_full", "shm": "node.shm_full"}
@@ -11,17 +11,25 @@ CATEGORY_OF_FOLDER: Final = {"memory": "node.shm_full", "shm": "node.shm_full"}
 FULL_BYTES: Final = 16 << 20
 FULL_RATIO: Final = 0.002
 FULL_INODES: Final = 16
+GROWTH_SECONDS: Final = 600.0
+"""Memory that would be used up within this long at the present pace is told."""
+GROWTH_SPAN_SECONDS: Final = 60.0
+"""A pace is taken over at least this long."""
 SKEW_WARNS_SECONDS: Final = 1.0
 SKEW_ACTS_SECONDS: Final = 60.0
 
 
 def room_findings(readings: Sequence[Reading]) -> list[Finding]:
-    """A finding for each folder with neither 16 MiB nor 0.2 % left, or no inodes; and for one whose server does not answer."""
+    """A finding for each folder with neither 16 MiB nor 0.2 % left, or no inodes; and for one whose server does not answer.
+
+    Of the machine's other disks and file servers it is a warning: who knows whether this job uses them.
+    """
     findings = []
     for reading in readings:
-        if reading.kind != "host.room":
+        if reading.kind not in ("host.room", "host.mount", "host.remote"):
             continue
-        folder = str(reading.values["folder"])
+        own = reading.kind == "host.room"
+        folder = str(reading.values.get("folder") or reading.values.get("device"))
         if reading.state == "bad":
             text = f"the file server of {folder} ({reading.values.get('server')}) does not answer for {number(reading, 'seconds'):.0f} s"
             findings.append(
@@ -31,12 +39,12 @@ def room_findings(readings: Sequence[Reading]) -> list[Finding]:
                     "node.shared_fs",
                     text,
                     about=folder,
-                    weight=60,
+                    weight=60 if own else WARNS,
                     severity="warning",
                     folder=folder,
                 )
             )
-        if reading.state != "ok":
+        if reading.state != "ok" or reading.kind == "host.remote":
             continue
         free, total = int(number(reading, "free_bytes")), int(number(reading, "total_bytes"))
         inodes, left = int(number(reading, "inodes")), int(number(reading, "free_inodes"))
@@ -44,16 +52,75 @@ def room_findings(readings: Sequence[Reading]) -> list[Finding]:
         if total > 0 and free < min(max(FULL_BYTES, FULL_RATIO * total), total / 2):
             text = f"folder {folder} has {free} of {total} bytes left"
             findings.append(
-                conclude(reading, "host.room", category, text, about=folder, weight=50, folder=folder, free_bytes=free)
+                conclude(
+                    reading,
+                    "host.room",
+                    category,
+                    text,
+                    about=folder,
+                    folder=folder,
+                    free_bytes=free,
+                    weight=50 if own else WARNS,
+                    severity="error" if own else "warning",
+                )
             )
         elif inodes > 0 and left < FULL_INODES:
             text = f"folder {folder} has {left} of {inodes} inodes left"
             findings.append(
                 conclude(
-                    reading, "host.inodes", category, text, about=folder, weight=50, folder=folder, free_inodes=left
+                    reading,
+                    "host.inodes",
+                    category,
+                    text,
+                    about=folder,
+                    folder=folder,
+                    free_inodes=left,
+                    weight=50 if own else WARNS,
+                    severity="error" if own else "warning",
                 )
             )
     return findings
+
+
+class HostRules:
+    """Memory that runs out, and threads near what the kernel allows."""
+
+    def __init__(self) -> None:
+        self._since: Reading | None = None
+
+    def judge(self, readings: Sequence[Reading]) -> list[Finding]:
+        """The conditions that hold now."""
+        found: list[Finding] = []
+        for reading in readings:
+            if reading.kind == "host.memory":
+                found += self._memory(reading)
+            elif reading.kind == "host.load":
+                found += near(reading, "threads", "threads_limit", "the machine", "threads")
+        return found
+
+    def _memory(self, reading: Reading) -> list[Finding]:
+        total, left = number(reading, "total_bytes"), number(reading, "available_bytes")
+        since = self._since = self._since or reading
+        seconds = reading.time_seconds - since.time_seconds
+        if seconds < GROWTH_SPAN_SECONDS:
+            return []
+        pace = (number(since, "available_bytes") - left) / seconds
+        if seconds >= 2 * GROWTH_SPAN_SECONDS:
+            self._since = reading
+        if pace <= 0 or left > total / 2 or left > pace * GROWTH_SECONDS:
+            return []
+        text = f"the machine's memory is used up in {left / pace:.0f} s at its present pace"
+        return [
+            conclude(
+                reading,
+                "host.growth",
+                "node.oom_host",
+                text,
+                weight=WARNS,
+                severity="warning",
+                bytes_per_second=int(pace),
+            )
+        ]
 
 
 class MountRules:

@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 from typing import Final
 
-from agents.rules.base import WARNS, conclude, number
+from agents.rules.base import WARNS, conclude, near, number
 from aimaster.wire.health import Finding, Reading
 
-NEAR_RATIO: Final = 0.95
 BLOCKED_SECONDS: Final = 60.0
+STILL_SECONDS: Final = 300.0
+STILL_RATIO: Final = 0.01
+"""Of a core, for all processes of a member: less is standing still."""
+ZOMBIES: Final = 50
 GROWTH_SECONDS: Final = 600.0
 """A limit that would be reached within this long at the present pace is told."""
 GROWTH_SPAN_SECONDS: Final = 60.0
@@ -20,6 +23,7 @@ class ProcessRules:
     def __init__(self) -> None:
         self._kills: dict[str, float] = {}
         self._blocked_since: dict[str, float] = {}
+        self._still_since: dict[str, Reading] = {}
         self._grown_from: dict[str, Reading] = {}
 
     def kills(self, readings: Sequence[Reading]) -> list[Finding]:
@@ -57,10 +61,10 @@ class ProcessRules:
             if reading.kind == "cgroup.memory":
                 found += self._memory(reading)
             elif reading.kind == "cgroup.pids":
-                found += _near(reading, "pids", "limit", str(reading.values["group"]), "processes")
+                found += near(reading, "pids", "limit", str(reading.values["group"]), "processes")
             elif reading.kind == "process.usage":
-                found += _near(reading, "files", "files_limit", str(reading.values["member"]), "open files")
-                found += self._blocked(reading)
+                found += near(reading, "files", "files_limit", str(reading.values["member"]), "open files")
+                found += self._blocked(reading) + self._still(reading) + _zombies(reading)
         return found
 
     def _memory(self, reading: Reading) -> list[Finding]:
@@ -115,23 +119,48 @@ class ProcessRules:
             )
         ]
 
+    def _still(self, reading: Reading) -> list[Finding]:
+        """A note, not an alarm: who waits for work stands still as well."""
+        member = str(reading.values["member"])
+        since = self._still_since.setdefault(member, reading)
+        seconds = reading.time_seconds - since.time_seconds
+        used = number(reading, "cpu_seconds") - number(since, "cpu_seconds")
+        if used < 0 or reading.subject.pid != since.subject.pid or used > STILL_RATIO * max(seconds, BLOCKED_SECONDS):
+            self._still_since[member] = reading
+            return []
+        if seconds < STILL_SECONDS:
+            return []
+        text = f"{member} has used no processor for {seconds:.0f} s"
+        return [
+            conclude(
+                reading,
+                "process.still",
+                "hang.unknown",
+                text,
+                about=member,
+                weight=15,
+                severity="info",
+                pid=reading.subject.pid,
+                member=member,
+            )
+        ]
 
-def _near(reading: Reading, name: str, limit_name: str, about: str, what: str) -> list[Finding]:
-    have, limit = number(reading, name), number(reading, limit_name)
-    if limit <= 0 or have < NEAR_RATIO * limit:
+
+def _zombies(reading: Reading) -> list[Finding]:
+    count, member = int(number(reading, "zombies")), str(reading.values["member"])
+    if count < ZOMBIES:
         return []
-    text = f"{about} has {have:.0f} of {limit:.0f} {what}"
-    weight = 60 if have >= limit else WARNS
+    text = f"{member} does not take back {count} of its ended processes"
     return [
         conclude(
             reading,
-            f"limit.{name}",
+            "process.zombies",
             "node.limits",
             text,
-            about=about,
-            weight=weight,
-            severity="warning",
-            have=int(have),
-            limit=int(limit),
+            about=member,
+            weight=15,
+            severity="info",
+            pid=reading.subject.pid,
+            member=member,
         )
     ]

@@ -6,6 +6,7 @@ from pathlib import Path
 from agents.config import Sight
 from agents.sensors.base import Sensor
 from agents.sensors.cgroup import CgroupSensor
+from agents.sensors.clock import ClockSensor
 from agents.sensors.fabric import FabricSensor
 from agents.sensors.gpu import GpuSensor
 from agents.sensors.host import HostSensor
@@ -35,6 +36,7 @@ class Sensors:
             interval_seconds=interval_seconds,
             limit_seconds=sight.call_seconds,
         )
+        self.clock = ClockSensor(node, interval_seconds)
         self.kernel = KernelSensor(node, source=sight.kernel_log)
         self.row: tuple[Sensor, ...] = (
             self.kernel,
@@ -44,6 +46,7 @@ class Sensors:
             HostSensor(node, interval_seconds),
             self.mounts,
             FabricSensor(node, root=Path(sight.sys_root), interval_seconds=interval_seconds),
+            self.clock,
         )
 
     def close(self) -> None:

@@ -37,8 +37,14 @@ class HostSensor:
         return self._reading(now, "host.memory", values)
 
     def _load(self, now: float) -> Reading:
-        one, five, _ = os.getloadavg()
-        return self._reading(now, "host.load", {"load_1m": one, "load_5m": five, "cpus": os.cpu_count() or 1})
+        with open("/proc/loadavg", encoding="ascii") as file:
+            one, five, _, tasks, _ = file.read().split()
+        values: dict[str, Scalar] = {"load_1m": float(one), "load_5m": float(five), "cpus": os.cpu_count() or 1}
+        values["threads"] = int(tasks.partition("/")[2])
+        limits = [limit for name in ("threads-max", "pid_max") if (limit := _limit(name)) is not None]
+        if limits:
+            values["threads_limit"] = min(limits)
+        return self._reading(now, "host.load", values)
 
     def _pressure(self, now: float) -> list[Reading]:
         """Share of the last ten seconds in which something waited for the resource (ratio 0-1)."""
@@ -62,3 +68,12 @@ class HostSensor:
         except OSError:
             return []
         return [] if line is None else [self._reading(now, "host.oom", {"kills": int(line.split()[1])})]
+
+
+def _limit(name: str) -> int | None:
+    """A number of the kernel's settings; None where it is hidden."""
+    try:
+        with open(f"/proc/sys/kernel/{name}", encoding="ascii") as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return None

@@ -1,13 +1,15 @@
 """Room, inodes and read-only state of the file systems that a run lives on; a network file system is asked by a helper that is killed.
 
-host.room    a folder of the run: room, inodes, read-only; `unreadable` where it is not there, `bad` where its server does not answer
-host.mount   a local disk of the machine, by mount point's device
+host.room     a folder of the run: room, inodes, read-only; `unreadable` where it is not there, `bad` where its server does not answer
+host.mount    a local disk of the machine, by mount point's device: room, inodes, read-only
+host.remote   any other network file system of the machine: whether its server answers
 
 statvfs of a dead NFS server never returns and cannot be interrupted: there `stat -f` is run as a process of its own, with a deadline.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import time
@@ -20,6 +22,10 @@ from aimaster.wire.health import Reading, ReadingState, Scalar, Subject
 REMOTE: Final = frozenset({"nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "glusterfs", "beegfs", "gpfs", "9p", "afs"})
 DISKS: Final = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs"})
 MOST_DISKS: Final = 32
+MOST_REMOTES: Final = 16
+REMOTE_EVERY: Final = 6
+"""The run's own folders are asked at each reading, the machine's other file servers at each so-manieth."""
+NO_SERVER: Final = frozenset({"fuse.lxcfs", "fuse.portal", "fuse.gvfsd-fuse", "fusectl"})
 STAT: Final = ("stat", "-f", "-c", "%S %b %a %c %d")
 """Block size, blocks, blocks free to users, inodes, inodes free."""
 
@@ -59,6 +65,7 @@ class MountSensor:
         self._asked: dict[str, tuple[subprocess.Popen[str], float]] = {}
         self._answers: dict[str, Reading] = {}
         self._stuck: list[subprocess.Popen[str]] = []
+        self._readings = 0
 
     def supported(self) -> str:
         return "" if os.access(self._mountinfo, os.R_OK) else f"{self._mountinfo} cannot be read"
@@ -72,10 +79,22 @@ class MountSensor:
                 readings.append(self._ask_remote(now, name, folder, mount))
             else:
                 readings.append(self._room(now, name, folder, mount))
+        readings += self._others(now, mounts)
         disks = {mount.device: mount for mount in reversed(mounts) if mount.kind in DISKS}
         for device, mount in sorted(disks.items())[:MOST_DISKS]:
             readings.append(self._disk(now, device, mount))
         return readings
+
+    def _others(self, now: float, mounts: list[Mount]) -> list[Reading]:
+        """The servers of the machine's other network mounts."""
+        own = {mount.point for folder in self._folders.values() if (mount := mount_of(folder, mounts)) is not None}
+        others = {one.point: one for one in mounts if one.remote and one.point not in own and one.kind not in NO_SERVER}
+        asks = self._readings % REMOTE_EVERY == 0
+        self._readings += 1
+        return [
+            self._ask_remote(now, point, point, mount, kind="host.remote", asks=asks)
+            for point, mount in sorted(others.items())[:MOST_REMOTES]
+        ]
 
     def close(self) -> None:
         for process, _ in self._asked.values():
@@ -99,9 +118,15 @@ class MountSensor:
         return self._reading(now, "host.room", {"folder": name, "filesystem": kind, "read_only": read_only, **values})
 
     def _disk(self, now: float, device: str, mount: Mount) -> Reading:
-        return self._reading(now, "host.mount", {"device": os.path.basename(device), "read_only": mount.read_only})
+        values: dict[str, Scalar] = {"device": os.path.basename(device), "read_only": mount.read_only}
+        with contextlib.suppress(OSError):  # a mount point that is not ours to see
+            found = os.statvfs(mount.point)
+            values |= _values(found.f_frsize, found.f_blocks, found.f_bavail, found.f_files, found.f_favail)
+        return self._reading(now, "host.mount", values)
 
-    def _ask_remote(self, now: float, name: str, folder: str, mount: Mount) -> Reading:
+    def _ask_remote(
+        self, now: float, name: str, folder: str, mount: Mount, *, kind: str = "host.room", asks: bool = True
+    ) -> Reading:
         """What the last helper said; begins another one. While one is out, its predecessor's answer stands until the deadline."""
         known = self._answers.get(name)
         asked = self._asked.get(name)
@@ -109,7 +134,7 @@ class MountSensor:
             process, since = asked
             if process.poll() is not None:
                 del self._asked[name]
-                known = self._answers[name] = self._answer(now, name, mount, process)
+                known = self._answers[name] = self._answer(now, kind, name, mount, process)
             elif time.monotonic() - since > self._limit_seconds:
                 del self._asked[name]
                 if not _end(process):
@@ -120,12 +145,12 @@ class MountSensor:
                     "server": mount.device.partition(":")[0],
                     "seconds": round(time.monotonic() - since, 1),
                 }
-                known = self._answers[name] = self._reading(now, "host.room", silent, "bad")
+                known = self._answers[name] = self._reading(now, kind, silent, "bad")
         self._stuck = [process for process in self._stuck if process.poll() is None]
-        if name not in self._asked and len(self._stuck) < 3:
+        if asks and name not in self._asked and len(self._stuck) < 3:
             self._ask(name, folder)
         pending: dict[str, Scalar] = {"folder": name, "filesystem": mount.kind, "error": "not asked yet"}
-        return known or self._reading(now, "host.room", pending, "unreadable")
+        return known or self._reading(now, kind, pending, "unreadable")
 
     def _ask(self, name: str, folder: str) -> None:
         try:
@@ -137,17 +162,17 @@ class MountSensor:
             return
         self._asked[name] = (process, time.monotonic())
 
-    def _answer(self, now: float, name: str, mount: Mount, process: subprocess.Popen[str]) -> Reading:
+    def _answer(self, now: float, kind: str, name: str, mount: Mount, process: subprocess.Popen[str]) -> Reading:
         words = process.stdout.read().split() if process.stdout is not None else []
         if process.stdout is not None:
             process.stdout.close()
         if process.returncode != 0 or len(words) != 5:
             gone: dict[str, Scalar] = {"folder": name, "filesystem": mount.kind, "error": "stat -f failed"}
-            return self._reading(now, "host.room", gone, "unreadable")
+            return self._reading(now, kind, gone, "unreadable")
         size, blocks, free, inodes, free_inodes = map(int, words)
         values = _values(size, blocks, free, inodes, free_inodes)
         return self._reading(
-            now, "host.room", {"folder": name, "filesystem": mount.kind, "read_only": mount.read_only, **values}
+            now, kind, {"folder": name, "filesystem": mount.kind, "read_only": mount.read_only, **values}
         )
 
 

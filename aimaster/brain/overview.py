@@ -3,6 +3,7 @@ machines were found to say. Pure.
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -14,6 +15,9 @@ from aimaster.catalogue.xid import XidTable
 from aimaster.wire import codec
 from aimaster.wire.health import Finding, Verdict
 from aimaster.wire.messages import LogPicture
+
+SUPPORTS: Final = 20
+"""Lighter findings of a machine are notes (see Finding.weight)."""
 
 
 def with_pictures(known: Mapping[str, Kept], node: str, pictures: Iterable[LogPicture]) -> dict[str, Kept]:
@@ -31,7 +35,7 @@ def diagnose_all(state: State, view: View, xids: XidTable, now: float) -> Verdic
     """Who failed first, and why."""
     pictures = {(node, file): kept for node, seen in view.nodes.items() for file, kept in seen.logs.items()}
     logs = [pictures[name] for name in sorted(pictures)]
-    told = [one for one in state.findings if not pictures.keys() & _places(one)]
+    told = [one for one in state.findings if one.weight >= SUPPORTS and not pictures.keys() & _places(one)]
     found = collect(logs, xids, now=now)  # type: ignore[arg-type]  # a picture has all that is asked of a scan
     return diagnose((*found, *told), now)
 

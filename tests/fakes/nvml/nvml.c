@@ -1,7 +1,7 @@
 // A libnvidia-ml.so.1 without a GPU, driven by the text file FAKE_NVML_STATE: lines "key value", replaced atomically.
 //   count 8              GPUs                       gpuN.KEY V  or  KEY V      one GPU, or all
 //   temp util power clock throttle mem_total mem_used ecc_ce ecc_ue remap_ue remap_pending remap_failure retired
-//   nvlinks nvlink_down nvlink_errors pcie_width pcie_replays recovery pid pid_mem
+//   retired_pending nvlinks nvlink_down nvlink_errors (replays) nvlink_recoveries pcie_width pcie_replays recovery pid pid_mem
 //   lost 1               every call about it: GPU is lost          reset 1   reset required
 //   hang_ms N            every call about it sleeps so long         init N    nvmlInit returns N
 //   unsupported_power 1  that call: not supported                  unreadable_power 1   unknown error
@@ -112,7 +112,7 @@ ret nvmlDeviceGetRetiredPages(dev d, int cause, unsigned *count, unsigned long l
     if (pages) for (unsigned i = 0; i < have; i++) pages[i] = i;
     return 0;
 }
-ret nvmlDeviceGetRetiredPagesPendingStatus(dev d, int *pending) { ENTER("retired"); *pending = 0; return 0; }
+ret nvmlDeviceGetRetiredPagesPendingStatus(dev d, int *pending) { ENTER("retired"); *pending = of(d, "retired_pending", 0); return 0; }
 ret nvmlDeviceGetNvLinkState(dev d, unsigned link, int *active) {
     ENTER("links");
     if (link >= (unsigned)of(d, "nvlinks", 4)) return 2;
@@ -120,7 +120,9 @@ ret nvmlDeviceGetNvLinkState(dev d, unsigned link, int *active) {
     return 0;
 }
 ret nvmlDeviceGetNvLinkErrorCounter(dev d, unsigned link, int counter, unsigned long long *count) {
-    (void)link; ENTER("links"); *count = counter ? 0 : of(d, "nvlink_errors", 0); return 0;
+    (void)link; ENTER("links");
+    *count = counter > 1 ? 0 : of(d, counter ? "nvlink_recoveries" : "nvlink_errors", 0);
+    return 0;
 }
 ret nvmlDeviceGetPcieReplayCounter(dev d, unsigned *count) { ENTER("pcie"); *count = of(d, "pcie_replays", 0); return 0; }
 ret nvmlDeviceGetCurrPcieLinkWidth(dev d, unsigned *width) { ENTER("pcie"); *width = of(d, "pcie_width", 16); return 0; }

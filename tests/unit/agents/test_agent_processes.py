@@ -7,6 +7,8 @@ import time
 import pytest
 
 from agents import shim
+from agents.config import Sight
+from agents.sensors.all import Sensors
 from agents.sensors.host import HostSensor
 from agents.sensors.mounts import MountSensor
 from agents.sensors.process import ProcessSensor, handles_signal, identify, read_process
@@ -139,3 +141,19 @@ def test_a_read_that_hangs_stops_nobody_else(tmp_path):
     reader.start()
     until(reader.newest)
     reader.close()
+
+
+def test_all_sensors_have_one_shape(tmp_path):
+    """Name, interval, supported and read: the daemon, `--once` and the tests drive the same code; no name is there twice."""
+    sensors = Sensors("node-0", {"run": tmp_path}, dict, sight=Sight(kernel_log="none"), interval_seconds=5.0)
+    try:
+        names = [sensor.name for sensor in sensors.row]
+        assert sorted(names) == ["cgroup", "clock", "fabric", "gpu", "host", "kernel", "mounts", "process"]
+        for sensor in sensors.row:
+            assert sensor.interval_seconds > 0
+            reason = sensor.supported()
+            assert isinstance(reason, str)
+            for reading in [] if reason else sensor.read(time.time()):
+                assert (reading.sensor, reading.node) == (sensor.name, "node-0")
+    finally:
+        sensors.close()

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from agents.rules.fabric import FabricRules
-from agents.rules.host import MountRules, clock_findings, room_findings
+from agents.rules.host import HostRules, MountRules, clock_findings, room_findings
 from agents.rules.process import ProcessRules
 from agents.sensors.cgroup import CgroupSensor
-from agents.sensors.clock import ClockBounds
+from agents.sensors.clock import ClockSensor
 from agents.sensors.fabric import FabricSensor
 from agents.sensors.mounts import MountSensor, mount_of, read_mounts
 from aimaster.wire.health import Reading
@@ -112,6 +112,73 @@ def test_a_remote_folder_that_answers_is_read_like_any_other(tmp_path):
     sensor.close()
 
 
+def test_other_file_servers_of_the_machine_are_asked_as_well(tmp_path):
+    """A network mount that is none of the run's: its silence is a warning, since nobody knows whether the job needs it; its answer is a reading."""
+    (tmp_path / "data").mkdir()
+    info = mountinfo(
+        tmp_path / "m",
+        ROOT_LINE,
+        f"2 1 0:5 / {tmp_path}/data rw - nfs4 fs2:/sets rw",
+        "3 1 0:6 / /x rw - fuse.lxcfs lxcfs rw",
+    )
+
+    def servers(**how):
+        sensor = MountSensor("n", {"run": tmp_path}, mountinfo=info, **how)
+        deadline = time.monotonic() + 10
+        try:
+            while (reading := next(one for one in sensor.read(1.0) if one.kind == "host.remote")).values.get(
+                "error"
+            ) == "not asked yet":
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            assert len([one for one in sensor.read(1.0) if one.kind == "host.remote"]) == 1
+        finally:
+            sensor.close()
+        return reading
+
+    assert servers().values["total_bytes"] > 0
+    silent = servers(limit_seconds=0.1, stat=("sh", "-c", "sleep 600"))
+    assert (silent.state, silent.values["server"]) == ("bad", "fs2")
+    (found,) = room_findings([silent])
+    assert (found.category, found.weight < 50) == ("node.shared_fs", True)
+
+
+def test_a_full_disk_beside_the_runs_own_only_warns():
+    """Room and inodes of the machine's other disks."""
+
+    def disk(kind, **values):
+        values = {"total_bytes": 100 << 30, "free_bytes": 50 << 30, "inodes": 1000, "free_inodes": 500} | values
+        return Reading(
+            sensor="mounts", kind=kind, node="n", time_seconds=1.0, values={"device": "sda1", "folder": "run"} | values
+        )
+
+    assert room_findings([disk("host.mount"), disk("host.room")]) == []
+    weights = [room_findings([disk(kind, free_bytes=1)])[0].weight for kind in ("host.room", "host.mount")]
+    assert weights[0] >= 50 > weights[1]
+    assert [one.sign for one in room_findings([disk("host.mount", free_inodes=0)])] == ["host.inodes"]
+
+
+def test_memory_and_threads_of_the_machine_that_run_out_are_told():
+    """At the pace of the last minute the rest would be gone within ten: a warning; much that is left, or a slow pace, is none."""
+    rules = HostRules()
+
+    def judge(at, left, **more):
+        values = {"total_bytes": 1000, "available_bytes": left} | more
+        return [one.sign for one in rules.judge([Reading(sensor="host", kind="host.memory", node="n", time_seconds=at, values=values)])]  # fmt: skip
+
+    assert [judge(0, 900), judge(61, 700), judge(121, 480), judge(182, 479), judge(243, 478)] == [
+        [],
+        [],
+        ["host.growth"],
+        [],
+        [],
+    ]
+    load = Reading(
+        sensor="host", kind="host.load", node="n", time_seconds=1.0, values={"threads": 96, "threads_limit": 100}
+    )
+    assert [one.category for one in rules.judge([load])] == ["node.limits"]
+
+
 def test_a_disk_that_turns_read_only_is_given_up(tmp_path):
     """Writable before and read-only now is the kernel's verdict on the disk; one that always was is meant so."""
     rules = MountRules()
@@ -175,12 +242,19 @@ def usage(at, **values):
 
 
 def test_limits_and_stuck_processes_warn():
-    """95 % of a limit, a minute in state D, and memory that reaches its limit within ten minutes: warnings that raise nothing."""
+    """95 % of a limit, a minute in state D, five without processor time, memory that reaches its limit within ten: they raise nothing."""
     rules = ProcessRules()
     assert rules.judge([usage(0, files=100, files_limit=1024)]) == []
     assert [one.category for one in rules.judge([usage(0, files=1000, files_limit=1024)])] == ["node.limits"]
     assert rules.judge([usage(0, state="D")]) == []
     assert [one.weight for one in rules.judge([usage(61, state="D")])] == [19]
+
+    for at in range(0, 400, 50):
+        notes = rules.judge([usage(at, member="idle", cpu_seconds=5.0), usage(at, member="busy", cpu_seconds=5.0 + at)])
+        assert [(one.sign, one.severity) for one in notes] == ([("process.still", "info")] if at >= 300 else [])
+    assert [one.sign for one in rules.judge([usage(0, member="forks", cpu_seconds=1.0, zombies=60)])] == [
+        "process.zombies"
+    ]
 
     def memory(at, used):
         values = {"group": "g", "used_bytes": used, "limit_bytes": 1000}
@@ -193,7 +267,7 @@ def test_limits_and_stuck_processes_warn():
 
 def test_the_clock_is_known_better_with_every_answer():
     """Each whole second bounds the offset; together they narrow it; a clock that was set begins anew; a minute apart is a fault."""
-    bounds = ClockBounds("n")
+    bounds = ClockSensor("n")
     date = "Tue, 24 Jun 2025 17:00:{:02d} GMT"
     base = 1750784400.0
     first = bounds.hear(date.format(10), base + 10.9, base + 10.92)

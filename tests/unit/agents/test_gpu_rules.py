@@ -58,6 +58,18 @@ def test_each_fault_is_told_of_its_gpu(rules, values, category, action):
     assert again.id == found.id
 
 
+def test_packets_sent_again_are_judged_by_the_minute(rules):
+    """More than eight PCIe replays a minute warn, fewer and old ones do not; every NVLink that had to be trained anew is told."""
+    at = {0: 500, 60: 507, 120: 514, 180: 530}
+    signs = [
+        [one.sign for one in rules.judge([gpu(seconds, pcie_replays=count, nvlink_recovery_errors=9)])]
+        for seconds, count in at.items()
+    ]
+    assert signs == [[], [], [], ["nvml.pcie_replays"]]
+    (found,) = rules.judge([gpu(400.0, pcie_replays=530, nvlink_recovery_errors=10)])
+    assert (found.category, found.severity) == ("gpu.nvlink", "warning")
+
+
 def test_a_slowdown_must_last(rules):
     """A minute of hardware slowdown is told, as a warning; a pause begins the minute anew."""
     assert rules.judge([gpu(0, throttle_bits=0x40)]) == []

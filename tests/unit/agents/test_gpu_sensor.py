@@ -55,14 +55,26 @@ def device(sensor, gpu="0", **values):
 def test_every_value_is_read(sensor, driver):
     """Memory, heat, power, clocks, ECC, remapping, NVLink, PCIe, what the driver asks for, and who holds memory."""
     driver.set(gpu1__temp=91, gpu1__ecc_ue=3, gpu1__remap_failure=1, gpu1__throttle=0x48, recovery=2, pid=os.getpid())
+    driver.set(
+        ecc_ce=7,
+        retired=5,
+        retired_pending=1,
+        remap_ue=2,
+        pcie_replays=12,
+        nvlink_errors=3,
+        nvlink_recoveries=1,
+        nvlink_down=1,
+    )
     head = find(sensor, "gpu.nvml")
     assert head.values == {"count": 2, "driver": "999.fake", "events": True}
     one = device(sensor, "1", temperature_celsius=91, pids=str(os.getpid()))
     expected = {
         "uuid": "GPU-fake-1", "pci": "00000000:11:00.0", "status": "", "memory_total_bytes": 80 << 30, "power_watts": 300.0,
-        "sm_clock_hertz": 1_980_000_000, "throttle_bits": 0x48, "ecc_uncorrected_volatile": 3, "ecc_corrected_aggregate": 0,
-        "remap_failure": True, "remap_pending": False, "retired_pages": 0, "recovery_action": 2, "nvlink_up": 4,
-        "nvlink_down": 0, "pcie_width": 16, "process_bytes": 1 << 30, "utilization_ratio": 0.5,
+        "sm_clock_hertz": 1_980_000_000, "throttle_bits": 0x48, "ecc_uncorrected_volatile": 3, "ecc_uncorrected_aggregate": 3,
+        "ecc_corrected_volatile": 7, "ecc_corrected_aggregate": 7, "remap_failure": True, "remap_pending": False,
+        "remapped_uncorrected": 2, "remapped_corrected": 0, "retired_pages": 5, "retired_pending": True, "recovery_action": 2,
+        "nvlink_up": 3, "nvlink_down": 1, "nvlink_replay_errors": 12, "nvlink_recovery_errors": 4, "pcie_replays": 12,
+        "pcie_width": 16, "pcie_width_most": 16, "pcie_generation": 5, "process_bytes": 1 << 30, "utilization_ratio": 0.5,
     }  # fmt: skip
     assert {name: one.values[name] for name in expected} == expected
 
