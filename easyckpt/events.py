@@ -34,6 +34,7 @@ Kind = Literal[
     "segment_lost",
     "retained",
     "reclaimed",
+    "strangers_found",
     "housekeeping_failed",
 ]
 _LEVELS: dict[str, int] = {
@@ -48,6 +49,8 @@ _LEVELS: dict[str, int] = {
     "restored": logging.INFO,
     "tier_refused": logging.WARNING,
     "segment_lost": logging.WARNING,
+    "reclaimed": logging.INFO,
+    "strangers_found": logging.WARNING,
     "housekeeping_failed": logging.WARNING,
 }
 

@@ -141,6 +141,7 @@ def run(settings: Settings) -> None:
         keep_every=settings.keep_every,
         events=events,
     )
+    _look_around(Path(settings.folder), events)
     closing = False
     for word in _words(settings.parent):
         closing = word == "close"
@@ -151,6 +152,18 @@ def run(settings: Settings) -> None:
     # Whatever the interval: the newest state must not depend on this node's memory any longer.
     if _flush_all(flusher, marked_only=False) and closing:
         _remove_own(Path(settings.folder), settings.member)
+
+
+def _look_around(folder: Path, events: Events) -> None:
+    """What a run that was killed left behind and nobody can use goes; what is not ours is named and left alone."""
+    removed = shm.reclaim(folder)
+    if removed:
+        text = f"memory of killed processes was freed: {', '.join(path.name for path in removed)}"
+        events.emit(Event(kind="reclaimed", text=text, tier="shm"))
+    strange = shm.strangers(folder)
+    if strange:
+        text = f"files that are no segments lie in {folder}: {', '.join(strange)}; they are left alone"
+        events.emit(Event(kind="strangers_found", text=text, tier="shm"))
 
 
 def _flush_all(flusher: Flusher, *, marked_only: bool = True) -> bool:

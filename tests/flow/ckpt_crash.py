@@ -40,7 +40,8 @@ class Figures:
     caught: Counter = field(default_factory=Counter)
     """By victim and each phase that was going on at the very kill; "none" where it had just ended."""
     restored: Counter = field(default_factory=Counter)
-    """newest: the step whose save had begun last; one before; older: memory had said so before (a slot was being copied away)."""
+    """Always the newest whole step of all tiers; against the save that was on its way: that very one, the one before, or an older one (its slot
+    was being copied away, memory had said so before)."""
     torn: list = field(default_factory=list)
     """Sealed segments or manifests that do not prove themselves."""
     wrong: list = field(default_factory=list)
@@ -113,7 +114,8 @@ class Crash:
                     await self._strike(pid)
                 await asyncio.to_thread(self._trainers.reap)
                 said = self._said()
-                begun = [step, *(value for kind, value in said if kind == BEGUN)]
+                taken = {value for kind, value in said if kind == ACCEPTED} | {self._last(said, BEGUN, step)}
+                begun = [step, *(value for kind, value in said if kind == BEGUN and value in taken)]
                 promised = self._last(said, HELD, step)
                 expected = self._newest_whole(number)
             await self._lose_memory(expected)

@@ -21,10 +21,10 @@ async def crash(folder, *, kills, seed):
     return it.figures
 
 
-async def test_whatever_is_killed_the_newest_whole_step_loads_or_the_one_before(tmp_path):
+async def test_whatever_is_killed_the_newest_whole_step_loads_with_every_element_its_own(tmp_path):
     figures = await crash(tmp_path, kills=6, seed=3)
-    assert figures.restored["older"] == 0
     assert len({victim for victim, _ in figures.kills}) == 3
+    assert sum(figures.restored.values()) == 7
 
 
 @pytest.mark.long
