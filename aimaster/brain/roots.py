@@ -5,6 +5,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from aimaster.brain.diagnose import diagnose, from_exit
+from aimaster.brain.exits import at_the_end
 from aimaster.brain.state import Incident, Member, State
 from aimaster.wire.health import REFUSED, Finding, Verdict, category, read_refusal
 from aimaster.wire.messages import MemberExited
@@ -48,7 +49,16 @@ def of_exit(state: State, member: Member, event: MemberExited) -> Verdict:
             return whole
     if own.category == "app.segfault" and state.plan.kind == "rl":
         return _crashed(state, member, own, event.at)
-    return own
+    return _explained(own, diagnose(at_the_end(event.findings, event.at), event.at), event.at)
+
+
+def _explained(own: Verdict, whole: Verdict, at: float) -> Verdict:
+    """An end without words of its own, or an exception that something deeper explains, as finished logs would be read."""
+    refines = own.category == "app.exception" and whole.action == own.action
+    recent = whole.time_seconds is None or at - BEFORE_SECONDS <= whole.time_seconds
+    if not (own.category == "unknown" or refines) or whole.category in WEAK or whole.action == "ignore" or not recent:
+        return own
+    return replace(whole, traceback=whole.traceback or own.traceback)
 
 
 def _crashed(state: State, member: Member, verdict: Verdict, at: float) -> Verdict:

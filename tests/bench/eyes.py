@@ -188,7 +188,7 @@ async def measure_cost(seconds: float) -> dict[str, float]:
                     json.loads((run.member(f"rank-{n}") / "pid.json").read_text())["shim"]["pid"]
                     for n in range(MEMBERS)
                 ]
-                watched = [agent.pid, *helper]
+                watched = [agent.pid, *helper, *shims]
                 written = sum((run.member(f"rank-{n}") / "output.log").stat().st_size for n in range(MEMBERS))
                 before, since = [cpu_seconds(pid) for pid in watched], time.monotonic()
                 await asyncio.sleep(seconds)
@@ -203,10 +203,12 @@ async def measure_cost(seconds: float) -> dict[str, float]:
                 return {
                     "cpu_ratio": round(sum(shares), 4),
                     "agent_cpu_ratio": round(shares[0], 4),
-                    "pss_mib": round((sum(sizes) + sum(map(pss_bytes, shims))) / 2**20, 1),
+                    "nvml_helper_cpu_ratio": round(sum(shares[1 : 1 + len(helper)]), 4),
+                    "shims_cpu_ratio": round(sum(shares[1 + len(helper) :]), 4),
+                    "pss_mib": round(sum(sizes) / 2**20, 1),
                     "agent_pss_mib": round(sizes[0] / 2**20, 1),
-                    "nvml_helper_pss_mib": round(sum(sizes[1:]) / 2**20, 1),
-                    "shims_pss_mib": round(sum(map(pss_bytes, shims)) / 2**20, 1),
+                    "nvml_helper_pss_mib": round(sum(sizes[1 : 1 + len(helper)]) / 2**20, 1),
+                    "shims_pss_mib": round(sum(sizes[1 + len(helper) :]) / 2**20, 1),
                     "processes": sum(int(r.values["processes"]) for r in usage),
                     "log_mb_per_second": round(grown / took / 1e6, 2),
                     "seconds": round(took, 1),

@@ -3,19 +3,21 @@
 import time
 
 import pytest
+from msgspec.structs import replace
 
 from aimaster.brain.diagnose import diagnose
 from aimaster.brain.overview import diagnose_all, read, with_pictures
-from aimaster.brain.roots import of_echoes
-from aimaster.brain.state import Incident, NodeView, State, View
+from aimaster.brain.remedy import is_echo
+from aimaster.brain.roots import WEAK, is_victim, of_echoes, of_exit
+from aimaster.brain.state import Incident, Member, NodeView, State, View
 from aimaster.catalogue import load
 from aimaster.catalogue.findings import collect
 from aimaster.catalogue.kept import join, keep, keep_steps
 from aimaster.catalogue.scan import LogScan
 from aimaster.wire import codec
 from aimaster.wire.health import Evidence, Finding, Subject, Verdict
-from aimaster.wire.messages import LogPicture, Pulse
-from aimaster.wire.topology import JobPlan
+from aimaster.wire.messages import LogPicture, MemberExited, Pulse
+from aimaster.wire.topology import JobPlan, MemberSpec
 from tests.fakes.failure_cases import load_cases
 
 NOW = time.time()
@@ -133,3 +135,40 @@ def test_a_death_that_only_echoes_is_explained_by_all_logs(category, at, taken):
     whole = Verdict(category=category, time_seconds=at, summary="the logs")
     assert (of_echoes(echoing(), whole, NOW).summary == "the logs") == taken
     assert of_echoes(echoing(), None, NOW).summary == "a victim"
+
+
+def death_of(case, catalogue):
+    """The end of a member with exit code 1 whose log is the case's only one."""
+    (log,) = case["logs"]
+    scan = scan_of(catalogue, log["lines"], node=log["node"])
+    scan.finish()
+    found = collect([scan], catalogue.xids, now=NOW)
+    at = max((one.time_seconds for one in found if one.time_seconds is not None), default=NOW)
+    event = MemberExited(
+        member="m", role="command", incarnation=0, process=None, exit_code=1, signal=None, at=at, expected=False,
+        findings=tuple(one for one in found if one.kind in ("sign", "announcement")), log_tail=tuple(log["lines"][-50:]),
+    )  # fmt: skip
+    return event, diagnose(found, NOW)
+
+
+def test_a_death_is_judged_as_its_log_is(catalogue):
+    """The end of a member with this log, or what it settles to where it only echoes, has the category and the action of the log itself."""
+    spec = MemberSpec(member="m", role="command", argv=("true",))
+    member = Member(member="m", role="command", node="node-0")
+    state = State(plan=replace(PLAN, members={"m": spec}))
+    judged = 0
+    for case in load_cases("failure_cases.jsonl") + load_cases("own_cases.jsonl"):
+        if len(case["logs"]) != 1:
+            continue
+        event, whole = death_of(case, catalogue)
+        if whole.action == "ignore":
+            continue
+        verdict = of_exit(state, member, event)
+        roles = [one.role for one in event.findings if one.kind == "sign"]
+        if is_echo(roles=roles, is_victim=is_victim(verdict, event), was_killed=False):
+            incident = replace(echoing(event.at), verdict=verdict, findings=event.findings)
+            verdict = of_echoes(incident, whole, event.at)
+        weak = whole.category in WEAK and verdict.category in WEAK
+        assert weak or (verdict.category, verdict.action) == (whole.category, whole.action), case["id"]
+        judged += 1
+    assert judged > 40
