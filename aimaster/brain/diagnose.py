@@ -24,6 +24,8 @@ __all__ = ["diagnose", "from_exit"]
 
 PLAIN: Final = 50
 """Weight from which a statement raises a failure by itself."""
+KILLED: Final = 40
+"""Weight from which the end of a process by a signal, with no step after it, is a failure although its cause is not told."""
 SUPPORT: Final = 20
 """Weight from which a statement may explain a failure that other lines prove."""
 EVIDENCE_LINES: Final = 14
@@ -61,7 +63,9 @@ class _Case:
         self.ends_badly = bool(self.alarming) or any(not picture.recovered(one) for one in suspects)
         self.survived = [one for one in suspects if self._survived(one)]
         self.open = [one for one in suspects if one not in self.survived]
-        self.failed = bool(self.alarming) or any(one.weight >= PLAIN for one in self.open)
+        self.failed = bool(self.alarming) or any(
+            one.weight >= PLAIN or (one.category == "process.killed" and one.weight >= KILLED) for one in self.open
+        )
         for one in self.survived:
             self._rule_out(one, "the job went on after it")
 

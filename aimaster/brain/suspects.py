@@ -8,6 +8,7 @@ from typing import Final
 
 import msgspec
 
+from aimaster.brain.causes import explains
 from aimaster.brain.correlate import Picture
 from aimaster.wire.health import Finding
 
@@ -60,6 +61,7 @@ def refine(picture: Picture) -> list[Finding]:
     findings = [_lasting(one) for one in findings]
     findings = _recovery_actions(findings)
     findings = _came_back(findings)
+    findings = _firmware_again(findings)
     findings = _repeated_faults(findings)
     findings = _contained(findings)
     findings = _file_server_back(findings, picture)
@@ -109,6 +111,20 @@ def _came_back(findings: list[Finding]) -> list[Finding]:
     return [
         msgspec.structs.replace(one, action="reform_without")
         if one.category == "net.rdma_error" and len(moments[one.subject.node]) > 2
+        else one
+        for one in findings
+    ]
+
+
+def _firmware_again(findings: list[Finding]) -> list[Finding]:
+    """A GPU whose engine or firmware timed out more than once needs more than another process."""
+    moments: dict[tuple[str | None, str | None], int] = defaultdict(int)
+    for one in findings:
+        if one.category == "gpu.firmware" and one.role == "self" and _xid(one) is not None:
+            moments[(one.subject.node, one.subject.gpu)] += one.count
+    return [
+        msgspec.structs.replace(one, action="replace_node")
+        if one.category == "gpu.firmware" and moments[(one.subject.node, one.subject.gpu)] > 1
         else one
         for one in findings
     ]
@@ -322,72 +338,3 @@ def _effective_times(suspects: list[Finding]) -> list[float]:
         one.time_seconds if one.time_seconds is not None else by_node.get(one.subject.node, earliest)
         for one in suspects
     ]
-
-
-_EXPLAINED_BY: Final[dict[str, tuple[str, ...]]] = {
-    "gpu.access_lost": ("gpu.lost", "gpu.driver_mismatch", "gpu.firmware", "gpu.fabric"),
-    "gpu.memory_held": ("gpu.ecc", "gpu.lost"),
-    "gpu.nvlink": ("gpu.lost", "gpu.fabric"),
-    "gpu.firmware": ("gpu.lost", "gpu.ecc"),
-    "gpu.pcie": ("gpu.lost",),
-    "node.lost": (
-        "node.kernel_fault",
-        "node.oom",
-        "gpu.lost",
-        "net.port_down",
-        "net.nic_fault",
-        "node.disk",
-        "ray.node_overloaded",
-        "ray.memory_monitor",
-    ),
-    "ray.head_lost": ("node.", "ray.memory_monitor"),
-    "ray.memory_monitor": ("node.oom_cgroup",),
-    "node.oom_host": ("node.oom_cgroup",),
-    "node.disk_full": ("node.shm_full",),
-    "node.disk_fault": ("node.shared_fs",),
-    "net.rdma_error": ("net.port_down", "net.nic_fault", "node.lost", "node.kernel_fault", "gpu.lost"),
-    "net.unreachable": ("node.lost", "node.kernel_fault", "net.port_down", "net.nic_fault"),
-    "process.killed": ("node.", "ray.", "gpu.", "app.", "sched."),
-    "app.exception": ("node.", "ray.", "gpu.", "net.", "data.", "serve.", "app.c", "app.d", "app.i", "app.n"),
-    "app.segfault": ("gpu.", "node.disk_fault", "node.shm_full"),
-    "app.illegal_access": ("gpu.", "app.device_assert"),
-    "app.cuda_oom": ("gpu.ecc", "gpu.lost", "gpu.memory_held"),
-    "data.corrupt": ("node.disk", "node.shared_fs"),
-    "data.remote": ("node.clock_skew", "net.unreachable"),
-    "app.config": ("data.corrupt", "node.disk"),
-    "hang.straggler": ("gpu.", "node.", "net."),
-}
-"""Categories that are symptoms of others when both are said of the same node."""
-
-_BEFORE: Final = 900.0
-_AFTER: Final = 180.0
-
-
-def explains(cause: Finding, symptom: Finding) -> bool:
-    """Whether one statement is the reason of another of the same node."""
-    if cause.category == symptom.category or cause.weight < 40:
-        return False
-    prefixes = _EXPLAINED_BY.get(symptom.category)
-    if cause.category == "node.lost" and cause.weight < 65 and symptom.role == "self":
-        return False
-    if symptom.category == "node.lost" and symptom.weight < 65 and cause.role == "self":
-        prefixes = (
-            "app.",
-            "data.",
-            "serve.",
-            "gpu.",
-            "node.",
-            "net.",
-            "process.killed",
-        )  # "is dead" of a replica, not of a host
-    if prefixes is None or not cause.category.startswith(prefixes):
-        return False
-    if symptom.category == "node.disk_fault" and symptom.weight >= 75:
-        return False  # the kernel named the disk itself
-    if cause.subject.node not in (symptom.subject.node, symptom.node):
-        return False
-    if cause.weight < 50 and symptom.weight >= 60:
-        return False
-    if cause.time_seconds is None or symptom.time_seconds is None:
-        return True
-    return cause.time_seconds - _AFTER <= symptom.time_seconds <= cause.time_seconds + _BEFORE

@@ -129,6 +129,27 @@ class Traceback(Block, eq=False, tag="traceback"):
         return b"\n".join(self.kept).decode(errors="replace")
 
 
+_SPEAKER = re.compile(rb"^(?:\[(?:rank|default)\d+\]:? ?|\(\w[^()]*\) ?)*")
+
+
+def last_words(line: bytes, offset: int) -> Traceback | None:
+    """A line that names an exception without its traceback: what a log may end with when only the end was printed or kept."""
+    found = _EXCEPTION.match(_SPEAKER.sub(b"", line, count=1).rstrip())
+    if (
+        found is None
+        or not found[2]
+        or not _NAMES_AN_EXCEPTION.search(found[1])
+        or found[1].endswith((b"Warning", b"Exit"))
+    ):
+        return None
+    block = Traceback(offset=offset, line=0, opening=line)
+    block.exception = found[1].decode(errors="replace")
+    block.message = found[2].decode(errors="replace")
+    block.exception_offset = offset
+    block.kept = [line[:500]]
+    return block
+
+
 @lru_cache(maxsize=64)
 def _like(prefix: bytes) -> re.Pattern[bytes]:
     """What the other lines of a traceback begin with: the same words, at another time."""

@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from aimaster.catalogue.blocks import OPENERS, Block, TorchrunReport, Traceback
+from aimaster.catalogue.blocks import OPENERS, Block, TorchrunReport, Traceback, last_words
 from aimaster.catalogue.lines import (
     Progress,
     Speaker,
@@ -39,6 +39,8 @@ PROGRESS_TAIL: Final = 4096
 """Bytes at the end of each chunk, and before each root, that are searched for progress."""
 HEAD_SAMPLE: Final = 16 * 1024
 """Bytes of the beginning that are kept, to tell what is new at the end."""
+LAST_LINES: Final = 12
+"""Lines at the end of a log that may tell of an exception without its traceback."""
 CAP: Final = {"echo": 512, "root": 8192, "fact": 65536}
 
 
@@ -142,6 +144,18 @@ class LogScan:
                 break
         if self.first_stamp is None:
             self.first_stamp = self.last_stamp or self.end_stamp
+        self._note_last_words()
+
+    def _note_last_words(self) -> None:
+        """An exception among the last lines whose traceback was not printed, and that no sign knows."""
+        at = self.bytes_read
+        told = max((block.end_offset for block in self.blocks if isinstance(block, Traceback)), default=-1)
+        for line in reversed(self._before.splitlines(keepends=True)[-LAST_LINES:]):
+            at -= len(line)
+            words = last_words(line, at) if at > told and not self.steps_after(at) else None
+            if words is not None and not self.catalogue.match(line.rstrip()):
+                self.blocks.append(words)
+                return
 
     def _read(self, chunk: bytes) -> None:
         if self.bytes_read == 0:
