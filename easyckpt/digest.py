@@ -75,6 +75,8 @@ class TensorHash:
 
 
 def digest_tensor(block: memoryview) -> TensorDigest:
+    if len(block) <= PART_BYTES:
+        return TensorDigest(digest_bytes(block))
     whole = TensorHash()
     whole.update(block)
     return whole.finish()

@@ -242,6 +242,7 @@ class Checkpointer:
             agreement=self._agreement if self._agreement is not None else agreement.default(self.ranks),
             events=self.events,
             peers=self._peers,
+            held=self._saver.held,
         )
         restored = restorer.restore(state, at=at, member=member, strict=strict, only=only)
         if restored is not None:

@@ -276,4 +276,4 @@ def _no_tensor(name: str) -> Any:
 
 
 def _has(owner: Any, key: Any) -> bool:
-    return key in owner if isinstance(owner, MutableMapping) else True
+    return key in owner if type(owner) is dict or isinstance(owner, MutableMapping) else True

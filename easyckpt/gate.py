@@ -47,9 +47,10 @@ def governed_storages() -> set[int]:
     found: set[int] = set()
     for optimizer in list(_optimizers):
         for group in optimizer.param_groups:
-            found.update(_addresses(group["params"]))
+            _add_addresses(found, group["params"])
         for state in optimizer.state.values():
-            found.update(_addresses(state.values() if isinstance(state, dict) else ()))
+            if isinstance(state, dict):
+                _add_addresses(found, state.values())
     return found
 
 
@@ -65,5 +66,8 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         copier.ready()
 
 
-def _addresses(values: Iterable[Any]) -> Iterable[int]:
-    return (local_part(value).untyped_storage().data_ptr() for value in values if isinstance(value, torch.Tensor))
+def _add_addresses(found: set[int], values: Iterable[Any]) -> None:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            local = getattr(value, "_local_tensor", value)
+            found.add(local.untyped_storage().data_ptr())

@@ -19,6 +19,7 @@ import msgspec
 from easyckpt import digest
 from easyckpt.digest import TensorDigest
 from easyckpt.errors import Corrupt, Foreign, Unsealed
+from easyckpt.interval import Life
 
 FORMAT = 1
 PAGE_BYTES = 4096
@@ -126,6 +127,8 @@ class SegmentHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Seconds since 1970 at the save."""
     rewinds: tuple[Rewind, ...] = ()
     """Every going back in the history of this state."""
+    life: Life = Life()
+    """How long the run has trained and how often it was interrupted."""
     tensors: tuple[TensorEntry, ...] = ()
     """In file order, aliases after them."""
     extra: Any = None
@@ -146,6 +149,10 @@ class _File(msgspec.Struct):
     """The part of a safetensors header that we read: the index beside it is derived from ours."""
 
     metadata: dict[str, str] = msgspec.field(name="__metadata__")
+
+
+_FILE = msgspec.json.Decoder(_File)
+_HEADER = msgspec.json.Decoder(SegmentHeader)
 
 
 class SegmentName(msgspec.Struct, frozen=True, kw_only=True):
@@ -260,8 +267,7 @@ def decode(raw: bytes | bytearray | memoryview, *, where: str) -> SegmentHeader:
     if digest.digest_bytes(prefix).encode() != stated:
         raise Corrupt(f"{where}: the header does not match its digest; it is ignored, another tier is tried")
     try:
-        metadata = msgspec.json.decode(memoryview(prefix)[_LENGTH.size :], type=_File).metadata
-        header = msgspec.json.decode(metadata["easyckpt"], type=SegmentHeader)
+        header = _HEADER.decode(_FILE.decode(memoryview(prefix)[_LENGTH.size :]).metadata["easyckpt"])
     except (msgspec.MsgspecError, KeyError) as error:
         raise Foreign(f"{where} has a header this version cannot read ({error}); it is ignored") from error
     if header.format > FORMAT:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
+_MADV_HUGEPAGE = 14
+_MADV_COLLAPSE = 25  # Linux 6.1
 _MADV_POPULATE_READ = 22  # Linux 5.14
 _MADV_POPULATE_WRITE = 23
 _TOUCH_PIECE_BYTES = 64 << 20
@@ -12,6 +14,18 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _libc.memcpy.restype = ctypes.c_void_p
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+_libc_locked = ctypes.PyDLL(None)
+"""Calls that keep the interpreter's lock: giving it away and taking it back costs more than copying a few kilobytes."""
+_libc_locked.memcpy.argtypes = _libc.memcpy.argtypes
+_libc_locked.memcpy.restype = ctypes.c_void_p
+
+
+_WRITABLE = 0x200
+_memoryview = ctypes.pythonapi.PyMemoryView_FromMemory
+_memoryview.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
+_memoryview.restype = ctypes.py_object
 
 
 class _Buffer(ctypes.Structure):
@@ -44,11 +58,15 @@ def address_of(block: memoryview) -> int:
 
 def block_at(address: int, nbytes: int) -> memoryview:
     """A block of memory that something else keeps alive."""
-    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+    return _memoryview(address, nbytes, _WRITABLE) if nbytes else memoryview(bytearray())
 
 
 def copy(target: int, source: int, nbytes: int) -> None:
     _libc.memcpy(target, source, nbytes)
+
+
+def copy_small(target: int, source: int, nbytes: int) -> None:
+    _libc_locked.memcpy(target, source, nbytes)
 
 
 def touch(address: int, nbytes: int, *, write: bool) -> bool:
@@ -58,3 +76,9 @@ def touch(address: int, nbytes: int, *, write: bool) -> bool:
         if _libc.madvise(address + at, min(_TOUCH_PIECE_BYTES, nbytes - at), advice) != 0:
             return False
     return True
+
+
+def make_huge(address: int, nbytes: int) -> None:
+    """Asks for huge pages under memory that is there already; where the kernel has none to give, nothing changes."""
+    _libc.madvise(address, nbytes, _MADV_HUGEPAGE)
+    _libc.madvise(address, nbytes, _MADV_COLLAPSE)

@@ -18,7 +18,7 @@ from easyckpt.digest import TensorHash
 from easyckpt.errors import Corrupt
 from easyckpt.layout import DTYPES, TensorEntry
 from easyckpt.reshard import Box
-from easyckpt.snapshot import CHUNK_BYTES, is_plain_memory
+from easyckpt.snapshot import CHUNK_BYTES, SMALL_BYTES, is_plain_memory
 from easyckpt.sources import OpenShard
 
 THREADS = 4
@@ -82,33 +82,36 @@ def _key(fill: Fill) -> object:
 
 
 def _read_lot(lot: Sequence[Fill]) -> None:
+    mapped: dict[int, int] = {}
+    """Where the tensor bytes of each shard lie in memory; 0 for one that is read."""
     with torch.no_grad():
         for fill in lot:
             if isinstance(fill, Whole):
-                _read_whole(fill)
+                if id(fill.shard) not in mapped:
+                    view = fill.shard.view()
+                    mapped[id(fill.shard)] = memory.address_of(view) if view is not None else 0
+                _read_whole(fill, mapped[id(fill.shard)])
             else:
                 for shard, entry, box in fill.pieces:
                     for block in reshard.blocks(box, DTYPES[entry.dtype][0], BLOCK_BYTES):
                         fill.target[block.slices(fill.box)].copy_(_read_block(shard, entry, block))
 
 
-def _read_whole(fill: Whole) -> None:
+def _read_whole(fill: Whole, mapped: int) -> None:
     shard, entry, target = fill.shard, fill.entry, fill.target
     plain = is_plain_memory(target)
     held = target if plain else torch.empty(entry.shape, dtype=target.dtype)
+    begin, end = entry.offsets
+    address, block = held.data_ptr(), memory.block_at(held.data_ptr(), end - begin)
+    copy = memory.copy if end - begin > SMALL_BYTES else memory.copy_small
     running = TensorHash()
-    view = shard.view()
-    if entry.nbytes:
-        block = memory.block_at(held.data_ptr(), entry.nbytes)
-        begin, end = entry.offsets
-        source = memory.address_of(view) if view is not None else 0
-        for at in range(begin, end, CHUNK_BYTES):
-            stop = min(at + CHUNK_BYTES, end)
-            if view is None:
-                shard.read_into(block[at - begin : stop - begin], at)
-            else:
-                memory.copy(held.data_ptr() + at - begin, source + at, stop - at)
-            running.update(block[at - begin : stop - begin])
+    for at in range(0, end - begin, CHUNK_BYTES):
+        piece = block[at : at + CHUNK_BYTES]
+        if mapped:
+            copy(address + at, mapped + begin + at, len(piece))
+        else:
+            shard.read_into(piece, begin + at)
+        running.update(piece)
     if running.finish() != (entry.digest, entry.parts):
         raise _bad(shard, entry)
     if not plain:

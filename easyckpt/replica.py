@@ -163,7 +163,11 @@ class Incoming:
         self._check.finish()
         os.pwrite(self._fd, self._prefix[:8], 0)
         segment = Segment(
-            path=self.path, header=self.header, tier="peer", nbytes=len(self._prefix) + self.header.data_bytes
+            path=self.path,
+            header=self.header,
+            tier="peer",
+            nbytes=len(self._prefix) + self.header.data_bytes,
+            opening=self._prefix[: layout.PEEK_BYTES],
         )
         self._close()
         return segment

@@ -21,7 +21,7 @@ from easyckpt.errors import BadSegment, Corrupt, Mismatch, StorageError
 from easyckpt.events import Event, Events
 from easyckpt.layout import SegmentHeader, Version
 from easyckpt.shardserver import Peer
-from easyckpt.sources import Candidate, OpenShard, Source
+from easyckpt.sources import Candidate, Holder, OpenShard, Source
 from easyckpt.storage import Storage
 
 
@@ -67,6 +67,7 @@ class Restorer:
         agreement: Agreement,
         events: Events,
         peers: Sequence[Peer] = (),
+        held: Holder | None = None,
     ) -> None:
         self._folder = folder
         self._storage = storage
@@ -77,6 +78,7 @@ class Restorer:
         self._agreement = agreement
         self._events = events
         self._peers = peers
+        self._held = held
         self._refused: list[str] = []
 
     def restore(
@@ -156,7 +158,7 @@ class Restorer:
         started = time.monotonic()
         with contextlib.ExitStack() as stack:
             shards: list[OpenShard] = [
-                stack.enter_context(sources.open_source(source, self._storage)) for source in chosen
+                stack.enter_context(sources.open_source(source, self._storage, self._held)) for source in chosen
             ]
             fitting.fill(shards, state, strict=strict, only=only)
             where = shards[0].where

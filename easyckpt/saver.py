@@ -25,6 +25,7 @@ from easyckpt.errors import NotReady, Pinned, SaveFailed
 from easyckpt.events import Event, Events, Kind
 from easyckpt.layout import SegmentHeader, SegmentName, TensorEntry, Version
 from easyckpt.retain import SlotState
+from easyckpt.shm import Segment
 from easyckpt.slot import Slot
 from easyckpt.snapshot import Capture, Copy, Leaf
 
@@ -100,6 +101,13 @@ class Saver:
         self._idle.clear()
         self._jobs.put(header)
 
+    def held(self, segment: Segment, fd: int) -> memoryview | None:
+        """The bytes of a segment that is one of the slots here, open as `fd`."""
+        for slot in self._slots:
+            if slot.path == segment.path:
+                return slot.held(fd, segment.prefix_bytes, segment.header.data_bytes)
+        return None
+
     def claim(self, header: SegmentHeader) -> Slot | None:
         """A slot that is ours to write; None when every one must stay."""
         own = self._own_states(header)
@@ -119,10 +127,10 @@ class Saver:
 
     def begin(self, header: SegmentHeader, slot: Slot, captured: Capture, started: float) -> None:
         now, later, kept = self._split(captured, slot)
-        devices = {leaf.tensor.device for leaf in captured.stored if leaf.tensor.is_cuda}
+        devices = {leaf.tensor.device for leaf in now + later if not leaf.address and leaf.tensor.is_cuda}
         if devices and self._overlap:
             # What has to be copied at once is cloned in the order of the training stream, so the host waits for nothing.
-            later += [Leaf(leaf.entry, leaf.tensor.clone()) for leaf in now if leaf.tensor.is_cuda]
+            later += [Leaf(leaf.entry, leaf.tensor.detach().clone()) for leaf in now if leaf.tensor.is_cuda]
             now = [leaf for leaf in now if not leaf.tensor.is_cuda]
         copy = Copy(slot.view(), Lane(sorted(devices, key=str)) if devices else None)
         copy.copy_only(now)
@@ -213,15 +221,16 @@ class Saver:
         kept: list[Leaf] = []
         for leaf in captured.stored:
             entry = leaf.entry
-            if entry.nbytes <= snapshot.SMALL_BYTES or entry.name in self._restless:
+            begin, end = entry.offsets
+            if end - begin <= snapshot.SMALL_BYTES or (self._restless and entry.name in self._restless):
                 now.append(leaf)
                 continue
             is_governed = bool(governed) and leaf.tensor.untyped_storage().data_ptr() in governed
             is_frozen = entry.name in captured.frozen and not is_governed
             if is_frozen and _is_there(slot, entry):
-                kept.append(leaf)
+                kept.append(leaf.held())
             elif self._overlap and (is_governed or is_frozen):
-                later.append(leaf)
+                later.append(leaf.held())
             else:
                 now.append(leaf)
         return now, later, kept

@@ -46,6 +46,8 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     """Where it lies: written here, held for another node, or on storage."""
     nbytes: int
     """Length of the file."""
+    opening: bytes
+    """Its first bytes: the seal, and the digest over all bytes before the tensors."""
 
     @property
     def prefix_bytes(self) -> int:
@@ -87,13 +89,15 @@ def read_segment(path: Path) -> Segment:
 def segment_of(fd: int, path: Path) -> Segment:
     file_bytes = os.fstat(fd).st_size
     prefix_bytes = layout.prefix_length(os.pread(fd, 8, 0), file_bytes=file_bytes, where=str(path))
-    header = layout.decode(os.pread(fd, prefix_bytes, 0), where=str(path))
+    prefix = os.pread(fd, prefix_bytes, 0)
+    header = layout.decode(prefix, where=str(path))
     if prefix_bytes + header.data_bytes != file_bytes:
         raise Corrupt(
             f"{path} has {file_bytes} bytes, its header says {prefix_bytes + header.data_bytes}; it is ignored"
         )
     name = layout.parse_name(path.name)
-    return Segment(path=path, header=header, tier="peer" if name and name.peer else "shm", nbytes=file_bytes)
+    tier: Literal["shm", "peer"] = "peer" if name and name.peer else "shm"
+    return Segment(path=path, header=header, tier=tier, nbytes=file_bytes, opening=prefix[: layout.PEEK_BYTES])
 
 
 def scan(folder: str | os.PathLike[str]) -> list[Segment]:
@@ -145,10 +149,7 @@ def verify(path: str | os.PathLike[str]) -> Segment:
 
 def is_same(fd: int, segment: Segment) -> bool:
     """Whether the open file still holds the snapshot that was read from it before."""
-    try:
-        return segment_of(fd, segment.path).header == segment.header
-    except BadSegment:
-        return False
+    return os.pread(fd, len(segment.opening), 0) == segment.opening
 
 
 @contextlib.contextmanager
@@ -283,6 +284,8 @@ def peek(path: Path) -> Version | None:
 def allocate(fd: int, nbytes: int, where: str) -> None:
     """Takes the memory now, so that a lack of it is an error here and never a SIGBUS later."""
     have = os.fstat(fd).st_blocks * 512
+    if have >= nbytes:
+        return
     free = free_bytes(fd)
     if nbytes - have > free:
         raise _no_room(where, nbytes - have, free)

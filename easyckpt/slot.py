@@ -79,6 +79,8 @@ class Slot:
     def touch(self) -> None:
         """Maps every page now, outside the interpreter's lock, so that no save pays for a page fault."""
         if not self._touched:
+            # Mapping for reading takes many pages at a time; making those writable then costs less than mapping for writing at once.
+            memory.touch(self.address, self.nbytes, write=False)
             self._touched = memory.touch(self.address, self.nbytes, write=True)
             self._register()
 
@@ -98,6 +100,14 @@ class Slot:
         if self._memory is None:
             raise ValueError(f"{self.path} is not open")
         return memoryview(self._memory)[self.prefix_bytes :]
+
+    def held(self, fd: int, prefix_bytes: int, data_bytes: int) -> memoryview | None:
+        """All bytes of the file open as `fd`, if it is this slot's: mapped once, to be read now and written to by the next save."""
+        if self._memory is None and not self._adopt(prefix_bytes, data_bytes):
+            return None
+        if self._memory is None or not os.path.samestat(os.fstat(fd), os.fstat(self._fd)):
+            return None
+        return memoryview(self._memory)
 
     def claim(self) -> None:
         """Zeroes the seal: from here on the old content is gone. Raises Pinned if it is being copied away."""

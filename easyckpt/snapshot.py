@@ -7,6 +7,7 @@ by a thread, chunk by chunk, each chunk hashed while it is in cache. memcpy and 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,10 +20,14 @@ from easyckpt.digest import TensorDigest, TensorHash, digest_tensor
 from easyckpt.errors import Unsupported
 from easyckpt.layout import DTYPES, TensorEntry, place
 
-CHUNK_BYTES = 2 << 20
+CHUNK_BYTES = 4 << 20
 SMALL_BYTES = 64 << 10
 _DTYPE_NAMES = {getattr(torch, name): name for name in DTYPES}
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+Look = tuple[Any, ...]
+"""All that says which memory a tensor is and how it is read: equal as long as it is that very tensor."""
 
 
 class Leaf(NamedTuple):
@@ -31,7 +36,21 @@ class Leaf(NamedTuple):
     entry: TensorEntry
     """Its place in the segment."""
     tensor: torch.Tensor
-    """What this rank holds of it; keeps the memory alive while it is copied."""
+    """What this rank holds of it."""
+    address: int = 0
+    """As `address_of` says."""
+
+    def held(self) -> Leaf:
+        """To be copied later: it stays this memory whatever becomes of the tensor's `data`."""
+        return Leaf(self.entry, self.tensor.detach(), self.address)
+
+
+class Known(NamedTuple):
+    """What one save leaves to the next about one tensor."""
+
+    kind: type[torch.Tensor]
+    look: Look
+    at: tree.TensorAt
 
 
 class Capture(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,55 +58,120 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True):
 
     entries: tuple[TensorEntry, ...]
     """All tensors, in file order, aliases after what they share."""
+    addresses: tuple[int, ...]
+    """Theirs, as in a Leaf."""
     tensors: tuple[torch.Tensor, ...]
-    """Theirs, in the same order."""
+    """Themselves, in the same order."""
     extra: Any
     """The rest, as JSON."""
     frozen: frozenset[str] = frozenset()
     """Names of parameters that take no gradient: nothing is expected to change them."""
-
-    @property
-    def leaves(self) -> list[Leaf]:
-        return [Leaf(entry, tensor) for entry, tensor in zip(self.entries, self.tensors, strict=True)]
+    known: dict[str, Known] = {}
+    """By name, for the next walk."""
 
     @property
     def stored(self) -> list[Leaf]:
-        return [leaf for leaf in self.leaves if not leaf.entry.alias_of]
+        every = zip(self.entries, self.tensors, self.addresses, strict=True)
+        return [Leaf(entry, tensor, address) for entry, tensor, address in every if not entry.alias_of]
 
 
 def capture(state: Any, before: Capture | None = None) -> Capture:
-    """Raises Unsupported with the path of what a snapshot cannot hold. A state like the one `before` costs a few microseconds a tensor."""
-    known = {entry.name: entry for entry in before.entries} if before is not None else {}
-    tensors: dict[str, torch.Tensor] = {}
-    entries: list[TensorEntry] = []
-    seen: dict[tuple[Any, ...], str] = {}
-    still: set[int] = set()
-    """Memory of parameters that take no gradient."""
+    """Raises Unsupported with the path of what a snapshot cannot hold. With the same tensors as `before` it costs a few microseconds each."""
+    if before is not None:
+        with contextlib.suppress(_OtherTensors):
+            return _Again(before).of(state)
+    return _Walk().of(state)
 
-    def leaf(path: tree.Path, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            name = tree.join(path)
-            local, entry = _entry(name, value, known.get(name))
-            key = _identity(local)
-            alias_of = "" if key is None else seen.setdefault(key, name)
-            if alias_of == name:
-                alias_of = ""
-            if entry.alias_of != alias_of:
-                entry = msgspec.structs.replace(entry, alias_of=alias_of)
-            tensors[name] = local
-            entries.append(entry)
-            return tree.TensorAt(name)
+
+class _OtherTensors(Exception):  # noqa: N818 - no error: the state is walked anew
+    """Not all tensors are what they were at the save before."""
+
+
+class _Walk:
+    """One walk over a state."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._known: dict[str, Known] = {}
+        self._entries: list[TensorEntry] = []
+        self._owners: dict[Look, str] = {}
+        self._still: set[int] = set()
+        """Memory of parameters that take no gradient."""
+
+    def of(self, state: Any) -> Capture:
+        extra = tree.encode(state, self._leaf)
+        entries = place(self._entries)
+        tensors = tuple([self._tensors[entry.name] for entry in entries])
+        return Capture(
+            entries=entries,
+            addresses=tuple([address_of(one) for one in tensors]),
+            tensors=tensors,
+            extra=extra,
+            frozen=self._frozen(),
+            known=self._known,
+        )
+
+    def _leaf(self, name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return self._other(value)
+        local, entry = _entry(name, value)
+        # Equal for tensors that are the same memory seen the same way: tied weights. Those without memory are nobody's.
+        owner = self._owners.setdefault(_look(local), name) if local.numel() else name
+        self._entries.append(entry if owner == name else msgspec.structs.replace(entry, alias_of=owner))
+        self._tensors[name] = local
+        at = tree.TensorAt(name)
+        self._known[name] = Known(type(value), _look(value), at)
+        return at
+
+    def _other(self, value: Any) -> Any:
         if isinstance(value, torch.optim.Optimizer):
             gate.knows(value)
         elif isinstance(value, torch.nn.Module):
-            still.update(_address(parameter) for parameter in value.parameters() if not parameter.requires_grad)
+            self._still.update(_address(parameter) for parameter in value.parameters() if not parameter.requires_grad)
         return value.state_dict() if is_stateful(value) else value
 
-    extra = tree.encode(state, leaf)
-    frozen = frozenset(name for name, tensor in tensors.items() if still and _address(tensor) in still)
-    is_same = before is not None and len(entries) == len(known) and all(known.get(one.name) is one for one in entries)
-    placed = before.entries if before is not None and is_same else place(entries)
-    return Capture(entries=placed, tensors=tuple(tensors[entry.name] for entry in placed), extra=extra, frozen=frozen)
+    def _frozen(self) -> frozenset[str]:
+        if not self._still:
+            return frozenset()
+        return frozenset(name for name, tensor in self._tensors.items() if _address(tensor) in self._still)
+
+
+class _Again(_Walk):
+    """A walk over a state whose tensors are expected to be those of the walk before; ends at the first that is not."""
+
+    def __init__(self, before: Capture) -> None:
+        super().__init__()
+        self._before = before
+        self._known = before.known
+
+    def of(self, state: Any) -> Capture:
+        extra = tree.encode(state, self._leaf)
+        if len(self._tensors) != len(self._known):
+            raise _OtherTensors
+        found = self._tensors
+        tensors = tuple([found[entry.name] for entry in self._before.entries])
+        return msgspec.structs.replace(self._before, tensors=tensors, extra=extra, frozen=self._frozen())
+
+    def _leaf(self, name: str, value: Any) -> Any:
+        known = self._known.get(name)
+        if known is None:
+            if isinstance(value, torch.Tensor):
+                raise _OtherTensors
+            return self._other(value)
+        if type(value) is not known.kind or value.layout is not torch.strided or known.look != _look(value):
+            raise _OtherTensors
+        self._tensors[name] = value if known.kind in _PLAIN_TYPES else gate.local_part(value)
+        return known.at
+
+
+def _look(tensor: torch.Tensor) -> Look:
+    local, spec = tensor, None
+    if type(tensor) not in _PLAIN_TYPES:
+        local = gate.local_part(tensor)
+        spec = getattr(tensor, "_spec", None)  # how a DTensor is cut
+    return (
+        local.data_ptr(), local.shape, local.stride(), local.dtype, spec, local.storage_offset(), local.device, local.is_conj(), local.is_neg(),
+    )  # fmt: skip
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -122,13 +206,9 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return _DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
 
 
-def _entry(name: str, tensor: torch.Tensor, known: TensorEntry | None) -> tuple[torch.Tensor, TensorEntry]:
-    """What this rank holds, and its entry: the one known from before if it says the same."""
+def _entry(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, TensorEntry]:
+    """What this rank holds, and its entry."""
     kind = type(tensor)
-    if known is not None and known.global_shape is None and kind in _PLAIN_TYPES:
-        local = tensor.detach()
-        if known.shape == local.shape and known.dtype == dtype_name(local) and local.layout is torch.strided:
-            return local, known
     if kind not in _PLAIN_TYPES and kind.__module__ != "torch.distributed.tensor":
         raise Unsupported(
             f"state[{name!r}] is a tensor subclass, {kind.__module__}.{kind.__qualname__}, whose inner parts are not known; nothing was saved."
@@ -152,27 +232,17 @@ def _entry(name: str, tensor: torch.Tensor, known: TensorEntry | None) -> tuple[
     return local, entry
 
 
-def _identity(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """Equal for tensors that are the same memory seen the same way: tied weights. None for those that have no memory."""
-    if tensor.numel() == 0:
-        return None
-    return (
-        tensor.device,
-        tensor.data_ptr(),
-        tensor.dtype,
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
-
-
 # ---------------------------------------------------------------------------------------------------------------- copy
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:
     """Whether its elements lie in host memory in the order of the file."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Where its elements lie in host memory in the order of the file; 0 where they do not."""
+    return tensor.data_ptr() if is_plain_memory(tensor) else 0
 
 
 def view_at(block: memoryview, entry: TensorEntry) -> torch.Tensor:
@@ -199,7 +269,7 @@ class Copy:
     def copy(self, leaves: Sequence[Leaf]) -> None:
         """Copies and hashes, chunk by chunk; with `hurry` only copies, and leaves the hashing to `hash_rest`."""
         for leaf in leaves:
-            if self.hurry or not is_plain_memory(leaf.tensor):
+            if self.hurry or not leaf.address:
                 self.copy_only([leaf])
             else:
                 self._copy_and_hash(leaf)
@@ -209,15 +279,21 @@ class Copy:
         """Only starts the copies of device memory: `finish` ends them."""
         for leaf in leaves:
             begin, end = leaf.entry.offsets
-            if is_plain_memory(leaf.tensor):
-                memory.copy(self._address + begin, leaf.tensor.data_ptr(), end - begin)
+            if leaf.address:
+                copy = memory.copy if end - begin > SMALL_BYTES else memory.copy_small
+                copy(self._address + begin, leaf.address, end - begin)
             elif end > begin:
                 view = view_at(self._memory, leaf.entry)
                 if self._lane is not None and leaf.tensor.is_cuda:
                     self._lane.copy(view, leaf.tensor)
                     self._started = True
                 else:
-                    view.copy_(leaf.tensor)
+                    with torch.no_grad():
+                        view.copy_(leaf.tensor)
+        self._unhashed.extend(leaves)
+
+    def adopt(self, leaves: Sequence[Leaf]) -> None:
+        """Takes for copied what another process has copied: only hashing is left."""
         self._unhashed.extend(leaves)
 
     def finish(self) -> None:
@@ -239,11 +315,10 @@ class Copy:
 
     def _copy_and_hash(self, leaf: Leaf) -> None:
         begin, end = leaf.entry.offsets
-        source = leaf.tensor.data_ptr()
         running = TensorHash()
         for at in range(begin, end, CHUNK_BYTES):
             stop = min(at + CHUNK_BYTES, end)
-            memory.copy(self._address + at, source + at - begin, stop - at)
+            memory.copy(self._address + at, leaf.address + at - begin, stop - at)
             running.update(self._memory[at:stop])
         self.digests[leaf.entry.name] = running.finish()
 

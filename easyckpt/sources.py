@@ -140,11 +140,15 @@ def find(
     return found
 
 
+Holder = Callable[[Segment, int], memoryview | None]
+"""All bytes of a segment open as a descriptor, from who has it mapped anyway."""
+
+
 @contextlib.contextmanager
-def open_source(source: Source, storage: Storage | None) -> Iterator[OpenShard]:
+def open_source(source: Source, storage: Storage | None, held: Holder | None = None) -> Iterator[OpenShard]:
     """Raises BadSegment, StorageError or OSError when the shard cannot be used."""
     if source.segment is not None:
-        with _open_memory(source.segment) as memory:
+        with _open_memory(source.segment, held) as memory:
             yield memory
     elif source.peer is not None:
         with source.peer.open(source.name) as remote:
@@ -215,14 +219,14 @@ def _state_digest(header: SegmentHeader | Manifest, source: Source) -> str:
 
 
 @contextlib.contextmanager
-def _open_memory(segment: Segment) -> Iterator[OpenShard]:
+def _open_memory(segment: Segment, held: Holder | None) -> Iterator[OpenShard]:
     fd = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        now = shm.segment_of(fd, segment.path)
-        if now.header != segment.header:
+        if not shm.is_same(fd, segment):
             raise Torn(f"{segment.path} was overwritten since it was found; a newer one is there")
-        with shm.mapped(fd, segment.nbytes) as view:
-            yield _MappedShard(fd, now, view)
+        view = held(segment, fd) if held is not None else None
+        with contextlib.nullcontext(view) if view is not None else shm.mapped(fd, segment.nbytes) as view:
+            yield _MappedShard(fd, segment, view)
     finally:
         os.close(fd)
 

@@ -18,6 +18,8 @@ from easyckpt.errors import Unsupported
 
 Path = tuple[str, ...]
 _JSON_INT_LIMIT = 1 << 63
+_VERBATIM = frozenset({str, bool, type(None)})
+_PLAIN = frozenset({list, int, float})
 
 
 def part(key: object) -> str:
@@ -30,28 +32,34 @@ def join(path: Path) -> str:
     return "/".join(path)
 
 
-def encode(value: Any, leaf: Callable[[Path, Any], Any], path: Path = ()) -> Any:
-    """JSON for `value`. `leaf` is asked first: it returns a replacement for what it takes (a tensor), a new value to go on with, or `value`."""
-    value = leaf(path, value)
-    if type(value) is TensorAt:
-        return {"$tensor": value.name}
+def encode(value: Any, leaf: Callable[[str, Any], Any], path: str | None = None) -> Any:
+    """JSON for `value`. `leaf` is asked, with the path, about all that is no JSON by its exact type: it returns a replacement for what it takes
+    (a tensor), a new value to go on with, or `value`.
+    """
+    kind = type(value)
+    if kind in _VERBATIM:
+        return value
+    if kind is not dict and kind not in _PLAIN:
+        value = leaf(path or "", value)
+        if type(value) is TensorAt:
+            return value.document
     match value:
+        case dict() | Mapping():
+            return _encode_mapping(value, leaf, path)
         case None | bool() | str():
             return value
         case int():
             return int(value) if -_JSON_INT_LIMIT <= value < _JSON_INT_LIMIT else {"$int": str(value)}
         case float():
             return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
-        case Mapping():
-            return _encode_mapping(value, leaf, path)
         case list():
-            return [encode(item, leaf, (*path, str(index))) for index, item in enumerate(value)]
+            return [encode(item, leaf, _below(path, str(index))) for index, item in enumerate(value)]
         case tuple() if not hasattr(value, "_fields"):
-            return {"$tuple": [encode(item, leaf, (*path, str(index))) for index, item in enumerate(value)]}
+            return {"$tuple": [encode(item, leaf, _below(path, str(index))) for index, item in enumerate(value)]}
         case bytes():
             return {"$bytes": base64.b64encode(value).decode()}
     raise Unsupported(
-        f"state[{join(path)!r}] is a {type(value).__module__}.{type(value).__qualname__}, which a snapshot cannot hold; nothing was saved."
+        f"state[{path or ''!r}] is a {type(value).__module__}.{type(value).__qualname__}, which a snapshot cannot hold; nothing was saved."
         " Put a tensor, a number, text, bytes, a dict, list or tuple of these, or an object with state_dict() there"
     )
 
@@ -59,10 +67,11 @@ def encode(value: Any, leaf: Callable[[Path, Any], Any], path: Path = ()) -> Any
 class TensorAt:
     """Stands where a tensor was."""
 
-    __slots__ = ("name",)
+    __slots__ = ("document", "name")
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.document = {"$tensor": name}
 
 
 def decode(document: Any, tensor: Callable[[str], Any]) -> Any:
@@ -92,7 +101,7 @@ def decode(document: Any, tensor: Callable[[str], Any]) -> Any:
 def merge(documents: Sequence[Any]) -> Any:
     """The documents of several ranks as one: each key that any has, with the first one's value."""
     first, *others = documents
-    if not isinstance(first, dict):
+    if not others or not isinstance(first, dict):
         return first
     dicts = [one for one in others if isinstance(one, dict)]
     if len(first) == 1 and next(iter(first)).startswith("$"):
@@ -107,26 +116,34 @@ def merge(documents: Sequence[Any]) -> Any:
     return {name: merge([document[name] for document in (first, *dicts) if name in document]) for name in names}
 
 
-def _encode_mapping(value: Mapping[Any, Any], leaf: Callable[[Path, Any], Any], path: Path) -> Any:
-    items: list[tuple[Any, Any]] = []
-    parts: set[str] = set()
+def _encode_mapping(value: Mapping[Any, Any], leaf: Callable[[str, Any], Any], path: str | None) -> Any:
+    items: dict[str, Any] = {}
+    """By the part that a key makes in a path: for plain keys, that is the object."""
     plain = True
     for key, item in value.items():
-        name = part(key)
-        if name in parts:
-            raise Unsupported(f"state[{join(path)!r}] has two keys that read {name!r}; nothing was saved. Rename one")
-        parts.add(name)
-        plain = plain and type(key) is str and key[:1] != "$"
-        items.append((key, encode(item, leaf, (*path, name))))
+        if type(key) is str and key[:1] != "$":
+            name = key if "/" not in key and "~" not in key else part(key)
+            plain = plain and name is key
+        else:
+            name, plain = part(key), False
+        if name in items:
+            raise Unsupported(f"state[{path or ''!r}] has two keys that read {name!r}; nothing was saved. Rename one")
+        items[name] = encode(item, leaf, name if path is None else f"{path}/{name}")
     if plain:
-        return dict(items)
+        return items
+    if all(type(key) is str and key[:1] != "$" for key in value):
+        return dict(zip(value, items.values(), strict=True))
     for key in value:
         if not isinstance(key, str | int | float | bool | None):
             raise Unsupported(
-                f"state[{join(path)!r}] has a key of {type(key)}, which a snapshot cannot hold; use text or a number"
+                f"state[{path or ''!r}] has a key of {type(key)}, which a snapshot cannot hold; use text or a number"
             )
-    return {"$dict": [[encode(key, _as_is), item] for key, item in items]}
+    return {"$dict": [[encode(key, _as_is), item] for key, item in zip(value, items.values(), strict=True)]}
 
 
-def _as_is(_path: Path, value: Any) -> Any:
+def _below(path: str | None, name: str) -> str:
+    return name if path is None else f"{path}/{name}"
+
+
+def _as_is(_path: str, value: Any) -> Any:
     return value

@@ -12,7 +12,7 @@ from easyckpt.errors import Mismatch
 from easyckpt.fitting import fill
 from easyckpt.layout import TensorEntry
 from easyckpt.reshard import Box, blocks, cover, element_span, overlap, strides
-from easyckpt.snapshot import Copy, Leaf
+from easyckpt.snapshot import Copy, Leaf, address_of
 
 
 @st.composite
@@ -80,7 +80,8 @@ class Shards:
             )  # fmt: skip
             block = memoryview(bytearray(header.data_bytes))
             copy = Copy(block)
-            copy.copy([Leaf(header.tensors[0], local)])
+            copy.copy([Leaf(header.tensors[0], local, address_of(local))])
+            copy.hash_rest()
             self.shards.append(Shard(self, with_digests(header, copy.digests), block))
 
 
