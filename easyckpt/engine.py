@@ -100,7 +100,7 @@ class Checkpointer:
         self._unflushed: list[Version] = []
         self._history = History()
         self._captured: snapshot.Capture | None = None
-        self._pace = Pace()
+        self._pace = Pace(time.monotonic())
         self._last_marked: int | None = None
         self._saves = 0
         self._closed = False
@@ -145,6 +145,7 @@ class Checkpointer:
         if self._saves == 0 and lineage is None:
             self._history = begin(self._history, self._newest_known())
         history = advance(self._history, step, lineage)
+        self._pace.saw_save(step, started)
         marked = flush if flush is not None else self._is_flush_due(step)
         header = self._header(history, captured, epoch=epoch, chain=chain, flush=marked)
         slot = self._saver.claim(header)
@@ -156,12 +157,15 @@ class Checkpointer:
             self._history = history
             self._last_marked = step if marked else self._last_marked
             self._saver.begin(header, slot, captured, started)
+        self._pace.saw_stall(time.monotonic() - started)
         self._raise_failure()
         return slot is not None
 
     def ready(self, timeout_seconds: float = WAIT_SECONDS) -> None:
         """Returns when everything may change. Optimizer steps call it by themselves; call it before changing the state in other ways."""
+        started = time.monotonic()
         self._saver.ready(timeout_seconds)
+        self._pace.saw_stall(time.monotonic() - started)
 
     def prepare(self, state: Any) -> None:
         """Takes and touches the memory for snapshots like `state` now, so that the first save costs no more than later ones. Raises NoRoom."""
@@ -176,8 +180,13 @@ class Checkpointer:
 
     @property
     def flush_interval(self) -> Interval:
-        """What the measured step and flush times advise, with the reason; `flush_every="auto"` follows it."""
-        return self._pace.interval
+        """What the measured step, flush and failure times advise, with the reason; `flush_every="auto"` follows it."""
+        return self._pace.flush_interval(time.monotonic())
+
+    @property
+    def save_interval(self) -> Interval:
+        """How often a save to memory pays, from the measured step, stall and failure times, with the reason. Advice: who calls `save` decides."""
+        return self._pace.save_interval(time.monotonic())
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Until the last save is sealed and, when the engine flushes by itself, on storage. Raises NotReady or SaveFailed."""
@@ -247,6 +256,8 @@ class Checkpointer:
         restored = restorer.restore(state, at=at, member=member, strict=strict, only=only)
         if restored is not None:
             self._history = History(lineage=restored.lineage, step=restored.step, rewinds=restored.header.rewinds)
+            if self._newest is None:
+                self._pace.resume(restored.header.life)
             self._saves = 0
             if restored.header.ranks == self.ranks:
                 self._saver.prepare_later(restored.header)
@@ -275,6 +286,7 @@ class Checkpointer:
             flush=flush,
             created_at=time.time(),
             rewinds=history.rewinds,
+            life=self._pace.life(time.monotonic()),
             tensors=captured.entries,
             extra=captured.extra,
         )
@@ -284,10 +296,11 @@ class Checkpointer:
         return max((candidate.version for candidate in self.candidates(member=self.member)), default=None)
 
     def _is_flush_due(self, step: int) -> bool:
-        self._pace.saw_save(step, time.monotonic())
         if self._flush_every is None:
             return False
         if self._flush_every == "auto":
+            if (news := self._pace.news(time.monotonic())) is not None:
+                self._emit("interval_chosen", (0, step), text=f"a flush every {news.steps} steps: {news.reason}")
             return self._last_marked is None or step >= self._last_marked + self.flush_interval.steps
         return self._saves % self._flush_every == 0
 

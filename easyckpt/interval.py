@@ -11,6 +11,8 @@ import math
 
 import msgspec
 
+NO_FAILURE_SEEN_SECONDS = 86_400.0
+
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """What a run has seen so far."""
@@ -23,6 +25,20 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """That the next one cannot begin before: the length of a flush."""
     failure_seconds: float = 86_400.0
     """Between failures that cost this tier, on average; a day where none was seen yet."""
+
+
+class Life(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a run knows of its own failures; it travels in every snapshot, so that a restarted process knows it too."""
+
+    trained_seconds: float = 0.0
+    """By all processes so far, up to the snapshot."""
+    interruptions: int = 0
+    """How often a new process had to restore and go on."""
+
+    @property
+    def failure_seconds(self) -> float:
+        """Between failures, on average: a day is taken for granted before there is evidence."""
+        return (NO_FAILURE_SEEN_SECONDS + self.trained_seconds) / (1 + self.interruptions)
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,40 +65,80 @@ def choose(measured: Measured, *, most_steps: int = 10_000, share: float = 0.02)
         return Interval(steps=1, reason="every step: saving costs next to nothing")
     steps = min(math.ceil(wanted), most_steps)
     if steps == most_steps:
-        reason = f"no less often than every {most_steps} steps"
+        reason = f"no less often than every {most_steps} steps, though {reason}"
     return Interval(steps=steps, reason=reason)
 
 
 class Pace:
-    """Measures a run as it goes and chooses its flush interval. Time is an argument."""
+    """Measures a run as it goes and advises how often to save and to flush. Time is an argument."""
 
     FLUSH_COST = 0.15
     """Share of a flush's time that training is taken to lose to it."""
 
-    def __init__(self, *, failure_seconds: float = 86_400.0) -> None:
-        self._failure_seconds = failure_seconds
+    def __init__(self, now: float, *, failure_seconds: float | None = None) -> None:
+        """`failure_seconds` is what somebody knows better than this run's own life."""
+        self._began_at = now
+        self._before = Life()
+        self._known_failure_seconds = failure_seconds
         self._last: tuple[int, float] | None = None
         self._step_seconds: float | None = None
+        self._stall_seconds: float | None = None
+        self._stalled_seconds = 0.0
         self._flush_seconds: float | None = None
+        self._told: Interval | None = None
+
+    def resume(self, life: Life) -> None:
+        """A new process goes on where one was interrupted."""
+        self._before = msgspec.structs.replace(life, interruptions=life.interruptions + 1)
+
+    def life(self, now: float) -> Life:
+        trained = self._before.trained_seconds + max(0.0, now - self._began_at)
+        return msgspec.structs.replace(self._before, trained_seconds=round(trained, 1))
 
     def saw_save(self, step: int, now: float) -> None:
-        if self._last is not None and step > self._last[0]:
-            self._step_seconds = _smooth(self._step_seconds, (now - self._last[1]) / (step - self._last[0]))
+        """A save begins; what the one before made training wait is known by now."""
+        if self._last is not None:
+            self._stall_seconds = _smooth(self._stall_seconds, self._stalled_seconds)
+            if step > self._last[0]:
+                apart = max(0.0, now - self._last[1] - self._stalled_seconds)
+                self._step_seconds = _smooth(self._step_seconds, apart / (step - self._last[0]))
+        self._stalled_seconds = 0.0
         self._last = (step, now)
+
+    def saw_stall(self, seconds: float) -> None:
+        """Training waited so long for the present save."""
+        self._stalled_seconds += seconds
 
     def saw_flush(self, seconds: float) -> None:
         self._flush_seconds = _smooth(self._flush_seconds, seconds)
 
-    @property
-    def interval(self) -> Interval:
+    def save_interval(self, now: float) -> Interval:
+        """How often to save to memory."""
+        if self._step_seconds is None or self._stall_seconds is None:
+            return Interval(steps=1, reason="every step until a step and a save were measured")
+        return self._choose(self._stall_seconds, 0.0, now)
+
+    def flush_interval(self, now: float) -> Interval:
+        """How often to flush to storage."""
         if self._step_seconds is None or self._flush_seconds is None:
             return Interval(steps=1, reason="every step until a step and a flush were measured")
+        return self._choose(self.FLUSH_COST * self._flush_seconds, self._flush_seconds, now)
+
+    def news(self, now: float) -> Interval | None:
+        """The flush interval, if it has changed by more than a quarter since it was last told."""
+        chosen = self.flush_interval(now)
+        if self._told is not None and abs(chosen.steps - self._told.steps) * 4 <= self._told.steps:
+            return None
+        self._told = chosen
+        return chosen
+
+    def _choose(self, cost_seconds: float, busy_seconds: float, now: float) -> Interval:
         return choose(
             Measured(
-                step_seconds=self._step_seconds,
-                save_seconds=self.FLUSH_COST * self._flush_seconds,
-                busy_seconds=self._flush_seconds,
-                failure_seconds=self._failure_seconds,
+                step_seconds=self._step_seconds or 0.0,
+                save_seconds=cost_seconds,
+                busy_seconds=busy_seconds,
+                failure_seconds=self._known_failure_seconds or self.life(now).failure_seconds,
             )
         )
 
