@@ -240,13 +240,13 @@ def _load(owner: Any, state: Any, path: tree.Path) -> None:
         ) from error
 
 
-def fill(shards: Sequence[OpenShard], state: Any, *, strict: bool = True, only: Collection[str] | None = None) -> Any:
-    """Fills `state` from its rank's shard, or from all shards, and returns what stands in its place. Raises Mismatch, Corrupt, Torn."""
+def fill(shards: Sequence[OpenShard], state: Any, *, strict: bool = True, only: Collection[str] | None = None) -> int:
+    """Fills `state` from its rank's shard, or from all shards. The tensor bytes that were read. Raises Mismatch, Corrupt, Torn."""
     plan = Plan(shards, strict=strict, only=only)
-    result = plan.of(state, tree.merge([shard.header.extra for shard in shards]))
-    reader.read_all(plan.fills)
+    plan.of(state, tree.merge([shard.header.extra for shard in shards]))
+    read_bytes = reader.read_all(plan.fills)
     plan.finish()
-    return result
+    return read_bytes
 
 
 def build(shards: Sequence[OpenShard], *, only: Collection[str] | None = None) -> Any:

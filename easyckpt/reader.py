@@ -63,25 +63,24 @@ def box_of(entry: TensorEntry) -> Box:
     return Box(offsets=entry.global_offsets or (0,) * len(entry.shape), shape=entry.shape)
 
 
-def read_all(fills: Sequence[Fill]) -> None:
-    """Raises Corrupt, Torn or StorageError; the targets may be half filled then. A tensor asked for twice is read once."""
+def read_all(fills: Sequence[Fill]) -> int:
+    """The bytes that were read. Raises Corrupt, Torn or StorageError; the targets may be half filled then. A tensor asked for twice is read once."""
     unique = list({(_key(fill), fill.target.data_ptr(), fill.target.stride()): fill for fill in fills}.values())
     unique.sort(key=lambda fill: -fill.nbytes)
     threads = min(THREADS, len(os.sched_getaffinity(0)), len(unique))
     if threads <= 1:
-        _read_lot(unique)
-        return
+        return _read_lot(unique)
     with ThreadPoolExecutor(threads, thread_name_prefix="easyckpt-restore") as pool:
         lots = [pool.submit(_read_lot, unique[start::threads]) for start in range(threads)]
-        for lot in lots:
-            lot.result()
+        return sum(lot.result() for lot in lots)
 
 
 def _key(fill: Fill) -> object:
     return fill.entry.offsets if isinstance(fill, Whole) else tuple(box for _, _, box in fill.pieces)
 
 
-def _read_lot(lot: Sequence[Fill]) -> None:
+def _read_lot(lot: Sequence[Fill]) -> int:
+    read_bytes = 0
     mapped: dict[int, int] = {}
     """Where the tensor bytes of each shard lie in memory; 0 for one that is read."""
     with torch.no_grad():
@@ -91,10 +90,14 @@ def _read_lot(lot: Sequence[Fill]) -> None:
                     view = fill.shard.view()
                     mapped[id(fill.shard)] = memory.address_of(view) if view is not None else 0
                 _read_whole(fill, mapped[id(fill.shard)])
+                read_bytes += fill.nbytes
             else:
                 for shard, entry, box in fill.pieces:
-                    for block in reshard.blocks(box, DTYPES[entry.dtype][0], BLOCK_BYTES):
-                        fill.target[block.slices(fill.box)].copy_(_read_block(shard, entry, block))
+                    for block in reshard.blocks(box, box_of(entry), DTYPES[entry.dtype][0], BLOCK_BYTES):
+                        found, nbytes = _read_block(shard, entry, block)
+                        fill.target[block.slices(fill.box)].copy_(found)
+                        read_bytes += nbytes
+    return read_bytes
 
 
 def _read_whole(fill: Whole, mapped: int) -> None:
@@ -118,8 +121,8 @@ def _read_whole(fill: Whole, mapped: int) -> None:
         target.copy_(held)
 
 
-def _read_block(shard: OpenShard, entry: TensorEntry, box: Box) -> torch.Tensor:
-    """A part of a stored tensor as a strided view of the fewest proven bytes that hold it."""
+def _read_block(shard: OpenShard, entry: TensorEntry, box: Box) -> tuple[torch.Tensor, int]:
+    """A part of a stored tensor as a strided view of the fewest proven bytes that hold it, and how many those are."""
     width = DTYPES[entry.dtype][0]
     inside = box_of(entry)
     first, last = reshard.element_span(box, inside)
@@ -137,7 +140,7 @@ def _read_block(shard: OpenShard, entry: TensorEntry, box: Box) -> torch.Tensor:
         if digest.digest_bytes(block[at : at + digest.PART_BYTES]) != want:
             raise _bad(shard, entry)
     elements = held.view(getattr(torch, entry.dtype))
-    return elements.as_strided(box.shape, reshard.strides(inside.shape), first - begin // width)
+    return elements.as_strided(box.shape, reshard.strides(inside.shape), first - begin // width), end - begin
 
 
 def _bad(shard: OpenShard, entry: TensorEntry) -> Exception:

@@ -64,11 +64,11 @@ def cover(target: Box, sources: Sequence[Box]) -> list[Piece] | None:
     return pieces if exact and disjoint else None
 
 
-def blocks(box: Box, width: int, limit_bytes: int) -> list[Box]:
-    """The box in slices along its first dimension of at most `limit_bytes` each (at least one row)."""
-    if not box.shape or box.volume * width <= limit_bytes:
+def blocks(box: Box, inside: Box, width: int, limit_bytes: int) -> list[Box]:
+    """The box in slices along its first dimension, each within `limit_bytes` of a shard that holds `inside` (at least one row)."""
+    if not box.shape or box.volume == 0:
         return [box]
-    row_bytes = box.volume // box.shape[0] * width
+    row_bytes = strides(inside.shape)[0] * width
     rows = max(1, limit_bytes // row_bytes)
     return [
         Box(offsets=(box.offsets[0] + at, *box.offsets[1:]), shape=(min(rows, box.shape[0] - at), *box.shape[1:]))

@@ -47,7 +47,7 @@ class Restored(msgspec.Struct, frozen=True, kw_only=True):
     header: SegmentHeader
     """All the snapshot says of itself."""
     nbytes: int
-    """Tensor bytes of the shards that were read."""
+    """Tensor bytes that were read."""
     seconds: float
     """How long it took."""
 
@@ -130,40 +130,66 @@ class Restorer:
     ) -> tuple[Restored | None, Mismatch | None]:
         misfit: Mismatch | None = None
         for candidate in candidates:
-            mine = [[source] for source in candidate.of_rank(self._rank)] if candidate.ranks == self._ranks else []
-            for chosen in mine + self._together(candidate, needed=not mine):
-                if len(chosen) > 1 and mine and misfit is None:
-                    break  # the own shard fits as it is; it was damaged, and all shards together would be no better
+            for tiers in self._ways(candidate):
                 try:
-                    return self._read(candidate, chosen, state, strict, only), None
+                    restored = self._from_nearest(candidate, tiers, state, strict, only)
                 except Mismatch as error:
                     misfit = error
-                except (BadSegment, StorageError, OSError) as error:
-                    self._refuse(candidate, chosen, error)
+                    continue
+                if restored is not None:
+                    return restored, None
+                break  # it fits and every copy was damaged: all shards together would be no better
         return None, misfit
 
-    def _together(self, candidate: Candidate, *, needed: bool) -> list[list[Source]]:
-        """All shards, for a state that is cut another way: each from its nearest tier, then from the next ones."""
-        if not candidate.is_whole or (candidate.ranks == 1 and not needed):
-            return []
-        every = [candidate.of_rank(rank) for rank in range(candidate.ranks)]
-        return [
-            [tiers[min(attempt, len(tiers) - 1)] for tiers in every]
-            for attempt in range(max(len(tiers) for tiers in every))
-        ]
+    def _ways(self, candidate: Candidate) -> list[list[list[Source]]]:
+        """The own shard as it is, then all shards, for a state that is cut another way: of each shard its tiers, the nearest first."""
+        mine = candidate.of_rank(self._rank) if candidate.ranks == self._ranks else []
+        ways = [[mine]] if mine else []
+        if candidate.is_whole and (candidate.ranks > 1 or not mine):
+            ways.append([candidate.of_rank(rank) for rank in range(candidate.ranks)])
+        return ways
+
+    def _from_nearest(
+        self,
+        candidate: Candidate,
+        tiers: Sequence[Sequence[Source]],
+        state: Any,
+        strict: bool,
+        only: Collection[str] | None,
+    ) -> Restored | None:
+        """Each shard from its nearest tier; one that was bad there, and only that one, from its next. None when one has no other left."""
+        at = [0] * len(tiers)
+        while True:
+            chosen = [places[index] for places, index in zip(tiers, at, strict=True)]
+            watched: list[_Watched] = []
+            try:
+                return self._read(candidate, chosen, state, strict, only, watched)
+            except (BadSegment, StorageError, OSError) as error:
+                # One that could not even be opened is the last that was begun with.
+                bad = [index for index, shard in enumerate(watched) if shard.is_bad] or [min(len(watched), len(at) - 1)]
+                for index in bad:
+                    self._refuse(candidate, chosen[index], error)
+                    at[index] += 1
+                if any(index >= len(places) for places, index in zip(tiers, at, strict=True)):
+                    return None
 
     def _read(
-        self, candidate: Candidate, chosen: Sequence[Source], state: Any, strict: bool, only: Collection[str] | None
+        self,
+        candidate: Candidate,
+        chosen: Sequence[Source],
+        state: Any,
+        strict: bool,
+        only: Collection[str] | None,
+        watched: list[_Watched],
     ) -> Restored:
         started = time.monotonic()
         with contextlib.ExitStack() as stack:
-            shards: list[OpenShard] = [
-                stack.enter_context(sources.open_source(source, self._storage, self._held)) for source in chosen
-            ]
-            fitting.fill(shards, state, strict=strict, only=only)
-            where = shards[0].where
-            header = shards[0].header
-            nbytes = sum(shard.header.data_bytes for shard in shards)
+            for source in chosen:
+                opened = stack.enter_context(sources.open_source(source, self._storage, self._held))
+                watched.append(_Watched(opened))
+            nbytes = fitting.fill(watched, state, strict=strict, only=only)
+            where = watched[0].where
+            header = watched[0].header
         tier = max((source.tier for source in chosen), key=sources.TIERS.index)
         seconds = time.monotonic() - started
         self._tell("restored", candidate, tier=tier, nbytes=nbytes, seconds=seconds, text=where)
@@ -181,10 +207,34 @@ class Restorer:
             seconds=seconds,
         )
 
-    def _refuse(self, candidate: Candidate, chosen: Sequence[Source], error: Exception) -> None:
+    def _refuse(self, candidate: Candidate, source: Source, error: Exception) -> None:
         self._refused.append(str(error))
-        self._tell("tier_refused", candidate, tier=chosen[0].tier, text=str(error))
+        self._tell("tier_refused", candidate, tier=source.tier, text=str(error))
 
     def _tell(self, kind: str, candidate: Candidate, **fields: str | float) -> None:
         about = {"kind": kind, "lineage": candidate.lineage, "step": candidate.step}
         self._events.emit(msgspec.convert({**about, **fields}, Event))
+
+
+class _Watched:
+    """A shard that remembers whether its own bytes were bad, so that only it is looked for elsewhere."""
+
+    def __init__(self, shard: OpenShard) -> None:
+        self._shard = shard
+        self.header = shard.header
+        self.where = shard.where
+        self.is_bad = False
+
+    def view(self) -> memoryview | None:
+        return self._shard.view()
+
+    def read_into(self, target: memoryview, at: int) -> None:
+        try:
+            self._shard.read_into(target, at)
+        except BaseException:
+            self.is_bad = True
+            raise
+
+    def explain(self, error: Exception) -> Exception:
+        self.is_bad = True
+        return self._shard.explain(error)

@@ -8,6 +8,7 @@ of another size gets a new file under the same name.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import sys
@@ -145,7 +146,9 @@ class Slot:
         """Takes the file of a predecessor if its size suits: its memory is there already."""
         try:
             self._fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ELOOP):  # a link is replaced, never followed
+                raise
             return False
         found = os.fstat(self._fd).st_size - data_bytes
         if prefix_bytes <= found <= 2 * prefix_bytes and found % layout.PAGE_BYTES == 0:

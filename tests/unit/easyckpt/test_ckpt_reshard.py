@@ -42,7 +42,7 @@ def test_any_cut_is_made_of_any_other(data, shape):
         for piece in pieces:
             source = before[piece.source]
             held = whole[source.slices(everything)].contiguous().flatten()
-            for block in blocks(piece.box, 8, 40):
+            for block in blocks(piece.box, source, 8, 40):
                 first, last = element_span(block, source)
                 part = held[first:last].clone().as_strided(block.shape, strides(source.shape), 0)
                 got[block.slices(target)] = part
@@ -147,6 +147,26 @@ def test_ranks_with_different_names_are_restored_together(folder):
     assert restored.step == state["step"] == 1
     assert state["model"]["layer1"].tolist() == [1.0] * 3
     assert len(shm.scan(folder)) == 2
+    alone.close()
+
+
+def test_ranks_whose_optimizers_hold_other_parameters_are_not_mixed_up(folder):
+    """Pipeline stages number their parameters alike: one process cannot tell whose moments are whose, and says so."""
+    engines = [Checkpointer(folder=folder, rank=rank, ranks=2) for rank in (0, 1)]
+    for rank, one in enumerate(engines):
+        layer = torch.nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+        layer(torch.full((1, 3), rank + 1.0)).sum().backward()
+        optimizer.step()
+        one.save(1, {"optimizer": optimizer})
+        one.wait()
+    assert [one.restore({"optimizer": optimizer}).step for one in engines] == [1, 1]
+    for one in engines:
+        one.close()
+    alone = Checkpointer(folder=folder, member="other")
+    fresh = torch.optim.SGD(torch.nn.Linear(3, 3).parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(Mismatch, match="is another tensor on each rank"):
+        alone.restore({"optimizer": fresh})
     alone.close()
 
 
