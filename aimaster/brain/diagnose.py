@@ -58,7 +58,8 @@ class _Case:
         self.ruled_out: list[RuledOut] = []
         suspects = [finding for finding in picture.findings if finding.role in ("self", "accusation")]
         suspects = self._drop_announced(suspects)
-        self.echoes = [one for one in picture.findings if one.role == "follower" and not picture.recovered(one)]
+        echoes = [one for one in picture.findings if one.role == "follower" and not picture.recovered(one)]
+        self.echoes = self._drop_announced(echoes)
         self.alarming = [echo for echo in self.echoes if echo.weight >= 3 and echo.severity != "info"]
         self.ends_badly = bool(self.alarming) or any(not picture.recovered(one) for one in suspects)
         self.survived = [one for one in suspects if self._survived(one)]
@@ -70,7 +71,7 @@ class _Case:
             self._rule_out(one, "the job went on after it")
 
     def _drop_announced(self, suspects: list[Finding]) -> list[Finding]:
-        """A node that was taken away on purpose is not lost."""
+        """A node that was taken away on purpose is not lost, and the end of its processes is no failure."""
         removals = [one for one in self.picture.announcements if one.role == "benign"]
         if not removals:
             return suspects
@@ -332,6 +333,8 @@ def _explains_removal(removal: Finding, finding: Finding) -> bool:
     if finding.category not in ("node.lost", "ray.head_lost", "process.killed"):
         return False
     if removal.subject.node not in (None, removal.node, finding.subject.node):
+        return False
+    if finding.role == "follower" and removal.subject.node != finding.subject.node:
         return False
     if removal.time_seconds is None or finding.time_seconds is None:
         return True

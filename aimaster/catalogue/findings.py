@@ -23,6 +23,12 @@ from aimaster.wire.health import Action, Evidence, FaultOf, Finding, Role, Sever
 _LOADS_CHECKPOINT = re.compile(
     r"\bin \w*load\w*(?:state_dict|checkpoint|parameter_state|_ckpt)\w*|load_state_dict|load_checkpoint"
 )
+_SETTINGS = re.compile(
+    r"/(?:config|configs|configuration\w*|config_utils|arguments?|arg_utils|training_args\w*|settings|validators?|hparams)(?:/[^\"]*)?\.py\""
+    r"|/(?:configs?|arguments|settings)/[^\"]*\"|, in (?:__post_init__|validate_\w+|_validate\w*|check_\w*(?:args|config)\w*|parse_args\w*)$"
+)
+"""Files and functions that read and check what the user has set."""
+_REFUSES = re.compile(r"(?:^|\.)(?:ValueError|AssertionError|TypeError|KeyError|NotImplementedError|ValidationError)$")
 _WAITS_ONLY = re.compile(r"(?:^|\.)(?:\w*Timeout\w*|Empty|CancelledError)$")
 _MILD = re.compile(
     r"\"level\": ?\"(?:debug|info|warn(?:ing)?)\"|(?<!NCCL )\b(?:DEBUG|INFO|WARNING)\b|\[W\d{3,4} |^W\d{4} "
@@ -366,9 +372,15 @@ def _judge_exception(block: Traceback) -> tuple[Role, int, str]:
         return "follower", 12, "unknown"
     if _WAITS_ONLY.search(block.exception):
         return "self", 30, "app.exception"
-    if _LOADS_CHECKPOINT.search(block.text()):
+    if _LOADS_CHECKPOINT.search(block.text()) or _checks_settings(block):
         return "self", 58, "app.config"
     return "self", 50, "app.exception"
+
+
+def _checks_settings(block: Traceback) -> bool:
+    """Whether code whose work is to check settings raised it: the innermost frame tells."""
+    frames = [line for line in block.text().splitlines() if line.lstrip().startswith('File "')]
+    return bool(frames) and _REFUSES.search(block.exception) is not None and _SETTINGS.search(frames[-1]) is not None
 
 
 def _number(text: str | None) -> int | None:

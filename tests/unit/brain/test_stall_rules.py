@@ -187,3 +187,55 @@ def test_nothing_said_nothing_wrong():
     """No findings: benign, ignore."""
     got = diagnose([], T0)
     assert (got.category, got.action, got.culprit.node) == ("benign", "ignore", None)
+
+
+def test_numbers_of_different_process_groups_are_not_compared():
+    """A tensor-parallel and a data-parallel group wait in other operations at one number: no mismatch, nobody behind."""
+    tensor = finding(
+        "torch.watchdog-timeout",
+        "hang.unknown",
+        "follower",
+        node="n1",
+        rank=0,
+        weight=15,
+        seq=77,
+        op="_ALLGATHER_BASE",
+        pg="5(tp)",
+    )
+    data = finding(
+        "torch.watchdog-timeout",
+        "hang.unknown",
+        "follower",
+        node="n2",
+        rank=8,
+        weight=15,
+        seq=77,
+        op="ALLREDUCE",
+        pg="9(dp)",
+    )
+    later = [
+        finding(
+            "torch.last-enqueued", "hang.unknown", "follower", node="n3", rank=r, weight=12, enqueued=990, pg="9(dp)"
+        )
+        for r in (9, 10)
+    ]
+    got = diagnose([tensor, data], T0 + 9000)
+    assert got.category == "hang.unknown"
+    behind = diagnose([tensor, data, *later], T0 + 9000)
+    assert (behind.category, behind.culprit.rank) == ("hang.straggler", 8)
+
+
+def test_steps_within_the_notice_do_not_take_it_back():
+    """Two minutes of steps after a spot notice, then everybody dies: it was the notice."""
+    notice = finding(
+        "kubernetes.spot-notice", "sched.preempted", "self", node="n3", at=T0, weight=90, kind="announcement"
+    )
+    got = diagnose([notice, progress("n3", T0 + 110), watchdog(0, "n1", at=T0 + 1900)], T0 + 2000)
+    assert (got.category, got.culprit.node) == ("sched.preempted", "n3")
+
+
+def test_a_killed_process_is_a_failure_even_without_a_reason():
+    """Nobody says who sent SIGKILL; that something ended badly is certain."""
+    killed = finding("python.killed", "process.killed", "self", node="n1", at=T0, weight=40)
+    assert diagnose([killed], T0 + 60).category == "process.killed"
+    assert diagnose([killed, progress("n1", T0 + 300)], T0 + 400).category == "benign"

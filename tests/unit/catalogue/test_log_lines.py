@@ -102,3 +102,21 @@ def test_progress_is_learnt_from_log_lines(line, number):
 def test_talk_about_steps_is_no_progress(line):
     """Warnings, errors and NaN losses that mention a step are no progress."""
     assert read_progress(line.encode()) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "host"),
+    [
+        (b"worker-1: [rank8]:[E1101 17:03:05.8 ProcessGroupNCCL.cpp:1664] [PG 1 Rank 8] Exception", "worker-1"),
+        (b"202.197.0.170: [2026-11-03 10:00:00,100] [INFO] [launch.py:319:sigkill_handler] Killing", "202.197.0.170"),
+        (b"[pod/train-worker-1/pytorch] 2026-03-01 10:00:00,000 INFO train: step=1", "train-worker-1"),
+        (b"worker-3  | Traceback (most recent call last):", "worker-3"),
+        (b"2026-05-18T08:00:01.112233+00:00 b300-4 kernel: NVRM: Xid (PCI:0000:dc:00): 149, x", "b300-4"),
+        (b"2026-05-18T08:00:01Z ERROR loader: cannot read", ""),
+        (b"step3: loss went down", ""),
+        (b"epoch 2: [####]", ""),
+    ],
+)
+def test_a_joined_log_names_the_node_of_each_line(line, host):
+    """pdsh, kubectl, compose and syslog put the node before the line; words that only look like it do not count."""
+    assert read_speaker(line).host == host

@@ -134,3 +134,38 @@ def test_scanning_survives_any_bytes(catalogue):
         )
         one = scan(catalogue, data, dice.randrange(1, 400))
         assert all(0 <= hit.offset <= len(data) for hit in one.hits)
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        b"",
+        b"[rank3]:",
+        b"(EngineCore_DP0 pid=3) ERROR 03-01 10:00:%02d [core.py:596] ",
+        b"2026-03-01 10:00:%02d,120 - x - ERROR - ",
+        b"worker-1: ",
+        b"[1,3]<stderr>:",
+        b"[pod/w-1/pytorch] ",
+        b"i.pretrain/0 [rank4]: ",
+    ],
+)
+def test_a_traceback_is_read_behind_any_prefix(catalogue, prefix):
+    """Whatever a launcher or logger puts before each line, clock and all, the exception is found."""
+    lines = [
+        b"Traceback (most recent call last):",
+        b'  File "a.py", line 1, in <module>',
+        b"    run()",
+        b"demo.StrangeError: odd",
+    ]
+    heads = [prefix % second if b"%" in prefix else prefix for second in (58, 59, 59, 59)]
+    data = b"\n".join(head + line for head, line in zip(heads, lines, strict=True)) + b"\n"
+    (block,) = [one for one in scan(catalogue, data).blocks if isinstance(one, Traceback)]
+    assert (block.exception, block.message) == ("demo.StrangeError", "odd")
+
+
+def test_last_words_without_a_traceback_are_kept(catalogue):
+    """An exception among the last lines counts although its traceback was not printed; not so when steps follow it."""
+    end = b"\n".join(STEP.format(s=s).encode() for s in range(5))
+    words = [b for b in scan(catalogue, end + b"\n[rank1]: odd.StrangeError: why\n").blocks if isinstance(b, Traceback)]
+    assert [(block.exception, block.message) for block in words] == [("odd.StrangeError", "why")]
+    assert scan(catalogue, b"odd.StrangeError: why\n" + end + b"\n").blocks == []
