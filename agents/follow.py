@@ -13,17 +13,24 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import structlog
 
-from agents.discovery import Discovery
 from agents.tail import Tail
 
 MOST_FILES = 256
 LOOK_BYTES = 4 << 20
 CLOSE_SECONDS = 0.5
 log = structlog.get_logger()
+
+
+class Eye(Protocol):
+    """Says when it is worth looking for files."""
+
+    def due(self, now: float) -> bool: ...
+    def close(self) -> None: ...
 
 
 class Gain(msgspec.Struct, frozen=True):
@@ -38,11 +45,11 @@ class Gain(msgspec.Struct, frozen=True):
 class Follower:
     """All files that the patterns name; used by one thread."""
 
-    def __init__(self, patterns: Sequence[str]) -> None:
+    def __init__(self, patterns: Sequence[str], eye: Eye) -> None:
         self.left_out = 0
         """Files beyond the most that are followed."""
         self._patterns = patterns
-        self._discovery = Discovery(patterns)
+        self._eye = eye
         self._files: dict[str, tuple[Tail, int]] = {}
         self._inodes: set[int] = set()
         self._begun = False
@@ -52,7 +59,7 @@ class Follower:
 
     def look(self) -> list[Gain]:
         """What is new, a bounded amount."""
-        gains = self._discover() if self._discovery.due(time.monotonic()) else []
+        gains = self._discover() if self._eye.due(time.monotonic()) else []
         budget = LOOK_BYTES
         for path, (tail, begins_at) in list(self._files.items()):
             pieces = tuple(tail.read(budget))
@@ -65,7 +72,7 @@ class Follower:
         return gains
 
     def close(self) -> None:
-        self._discovery.close()
+        self._eye.close()
         for tail, _ in self._files.values():
             tail.close()
 

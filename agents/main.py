@@ -29,6 +29,9 @@ def main(run_dir: Path, node: str, host: str, port: int, front_pid: int | None, 
     """
     import os
 
+    # structlog would load it for the sake of tracebacks on a terminal: three megabytes, for as long as the job runs.
+    sys.modules.setdefault("rich", None)  # type: ignore[arg-type]  # so an import finds nothing
+
     import msgspec
 
     from agents.config import read_keeping, read_pace, read_plan, read_sight

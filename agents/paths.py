@@ -55,7 +55,6 @@ class NamedLogs:
     ) -> None:
         """`ended` is given what a file that is there no more has said."""
         self.bytes_read = 0
-        self.follower = Follower(patterns)
         self._patterns = patterns
         self._node = node
         self._catalogue = catalogue
@@ -67,13 +66,16 @@ class NamedLogs:
         """Judge what the thread reads, until cancelled."""
         if not self._patterns:
             return
+        from agents.discovery import Discovery  # a megabyte that most nodes have no use for
+
         loop = asyncio.get_running_loop()
+        follower = Follower(self._patterns, Discovery(self._patterns))
         waiting: asyncio.Queue[list[Gain]] = asyncio.Queue()
 
         def hand_on(gains: list[Gain]) -> None:
             loop.call_soon_threadsafe(waiting.put_nowait, gains)
 
-        thread = FollowThread(self.follower, hand_on, pause_seconds)
+        thread = FollowThread(follower, hand_on, pause_seconds)
         thread.start()
         try:
             while True:

@@ -9,6 +9,7 @@ before it runs), exit.json (how it ended). A member that is found dead at adopti
 import asyncio
 import contextlib
 import errno
+import importlib.util
 import os
 import signal
 import subprocess
@@ -36,6 +37,9 @@ START_SECONDS = 20.0
 """From the shim's start to pid.json; a machine under load takes long to start an interpreter."""
 KILLED = 128 + signal.SIGKILL
 """Exit code of a shell whose command was killed."""
+_COMPILED = importlib.util.cache_from_source(shim.__file__)
+SHIM = _COMPILED if os.path.exists(_COMPILED) else shim.__file__
+"""Already compiled where that could be kept: to compile it takes a megabyte, and there is a shim for each member."""
 _POLL_SECONDS = 0.003
 log = structlog.get_logger()
 
@@ -149,7 +153,7 @@ class Trainer:
             sys.executable,
             "-I",
             "-S",
-            shim.__file__,
+            SHIM,
             str(member.folder),
             str(self._folder / "agent.pid.json"),
             front,
@@ -386,6 +390,6 @@ def _shim_gone(member: Member) -> bool:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             words = path.read_bytes().split(b"\0")
-            if mark in words and os.fsencode(shim.__file__) in words:
+            if mark in words and not {os.fsencode(SHIM), os.fsencode(shim.__file__)}.isdisjoint(words):
                 return False
     return True

@@ -60,7 +60,7 @@ async def test_a_restarted_agent_adopts_the_living_and_reports_the_dead(run):
         assert (await master.ended("rollout-0")).signal == 9
         assert (await master.ended("rollout-1")).exit_code == 7
         await until(lambda: any(p.progress.beats > beats for p in master.pulses["node-0"].members))
-        assert {death.member for death in master.deaths} >= {"rollout-0", "rollout-1"}
+        await until(lambda: {death.member for death in master.deaths} >= {"rollout-0", "rollout-1"})
         os.kill(living.process.pid, signal.SIGKILL)
         assert (await master.ended("policy-0")).signal == 9
 

@@ -102,7 +102,7 @@ def test_the_shim_costs_little():
 
 def test_the_agent_imports_nothing_heavy():
     """No torch, no numpy, no transformers in the sidecar, whatever is installed."""
-    code = "import sys, agents.node, agents.once; print(sorted({'torch', 'numpy', 'transformers', 'safetensors'} & set(sys.modules)))"
+    code = "import sys, agents.node, agents.once; print(sorted({'torch', 'numpy', 'transformers', 'safetensors', 'watchdog'} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
 

@@ -21,8 +21,9 @@ def signs():
 def watch(tmp_path, signs, monkeypatch):
     monkeypatch.setattr(discovery, "SAFETY_SECONDS", 0.0)
     told = []
-    watch = NamedLogs("node-0", [str(tmp_path / "**" / "*.log")], signs, lambda event, _at: told.append(event.finding))
-    watch.told = told
+    patterns = [str(tmp_path / "**" / "*.log")]
+    watch = NamedLogs("node-0", patterns, signs, lambda event, _at: told.append(event.finding))
+    watch.told, watch.follower = told, Follower(patterns, Discovery(patterns))
     watch.tick = lambda: watch.take(watch.follower.look())
     yield watch
     watch.follower.close()
@@ -177,7 +178,8 @@ def test_reading_goes_on_in_a_thread_and_waits_for_its_judge(tmp_path):
     """One look's gains at a time are handed on: memory is bounded by a look; the end of the thread is asked for and comes."""
     log = tmp_path / "a.log"
     handed = []
-    thread = FollowThread(Follower([str(tmp_path / "*.log")]), handed.append, 0.01)
+    patterns = [str(tmp_path / "*.log")]
+    thread = FollowThread(Follower(patterns, Discovery(patterns)), handed.append, 0.01)
     thread.start()
     until(lambda: thread._follower._begun)
     log.write_text("one\n")
