@@ -35,6 +35,8 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """How long to wait for a stack dump."""
     end_seconds: float = 8.0
     """How long members may take to stop when the front process is gone."""
+    flush_retry_seconds: float = 5.0
+    """Between two tries to bring a snapshot to storage."""
 
 
 class Sight(msgspec.Struct, frozen=True, kw_only=True):

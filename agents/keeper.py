@@ -31,7 +31,6 @@ from easyckpt.shm import Segment
 from easyckpt.takeover import take_over
 
 PIN_SECONDS = 600.0
-RETRY_SECONDS = 5.0
 TAKEOVER_SECONDS = 600.0
 GONE_LOOKS = 3
 """A segment that is missing in so many looks, one a second, was removed and is not being replaced."""
@@ -46,7 +45,13 @@ class Keeper:
     """The node's memory folder; its methods are called on the event loop, `_flush_*` on the one thread."""
 
     def __init__(
-        self, memory: Path, node: NodeId, keeping: Keeping, report: Callable[[AgentEvent, float], None]
+        self,
+        memory: Path,
+        node: NodeId,
+        keeping: Keeping,
+        report: Callable[[AgentEvent, float], None],
+        *,
+        retry_seconds: float = 5.0,
     ) -> None:
         self.memory = memory
         self.folder = places.segments(memory)
@@ -58,6 +63,7 @@ class Keeper:
         self._node = node
         self._keeping = keeping
         self._report = report
+        self._retry_seconds = retry_seconds
         self.flush_trouble = ""
         """Why nothing reaches storage at present."""
         self._claims = Claims()
@@ -199,11 +205,11 @@ class Keeper:
                 flushed = await loop.run_in_executor(self._thread, self._flush_marked)
             except BeingFlushed as error:
                 log.info("flush_waits", reason=str(error))
-                loop.call_later(RETRY_SECONDS, self._wanted.set)
+                loop.call_later(self._retry_seconds, self._wanted.set)
                 continue
             except (EasyckptError, OSError) as error:
                 self._tell_failure(error)
-                loop.call_later(RETRY_SECONDS, self._wanted.set)
+                loop.call_later(self._retry_seconds, self._wanted.set)
                 continue
             self._tell_flushed(flushed)
 
@@ -219,7 +225,7 @@ class Keeper:
                     self._tell_failure(error)
                 if time.monotonic() > give_up_at:
                     return f"not flushed: {error}"
-                await asyncio.sleep(RETRY_SECONDS)
+                await asyncio.sleep(self._retry_seconds)
                 continue
             self._tell_flushed(
                 [(MemberId(record.member), Version(*record.version), record) for record in records], taken_over=True
