@@ -1,19 +1,21 @@
 """Save, flush, replicate, lose, damage, go back and restore, in any order, against a model of what must be there."""
 
+import itertools
 import os
 import shutil
+import signal
 import uuid
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from easyckpt import Checkpointer, shm, snapshot
+from easyckpt import Checkpointer, memory, shm
 from easyckpt.errors import Corrupt
 from easyckpt.flush import Flusher
-from easyckpt.lineage import History
 from easyckpt.replica import open_for_send, receive
 
 ROOT = Path(f"/dev/shm/easyckpt-machine-{os.getpid()}")
@@ -61,7 +63,7 @@ class Machine(RuleBasedStateMachine):
     def save(self, number):
         before = self.held()
         self.step += 1
-        state = {"w": torch.full((9000,), float(number)), "step": self.step}
+        state = {"w": torch.full((20_000,), float(number)), "step": self.step}
         saved = self.engine.save(self.step, state, lineage=self.lineage)
         self.engine.wait()
         version = (self.lineage, self.step)
@@ -108,31 +110,57 @@ class Machine(RuleBasedStateMachine):
     def unpin(self):
         shm.unpin(self.pins.pop())
 
-    @rule(in_the_middle=st.booleans())
-    def die(self, in_the_middle):
-        """The trainer is gone without a word, perhaps in the middle of a save; the next one opens the same folder.
+    @rule(at=st.integers(0, 12), number=st.integers(1, 10**6))
+    def die(self, at, number):
+        """A trainer opens the same folder, saves the next step, and is killed (SIGKILL) at one of its copies and writes, or right after them.
 
-        What was newest in memory is there still, or, if that was overwritten because another copy is pinned, the pinned one.
+        What was newest in memory is there still, or, if that was overwritten because another copy is pinned, the pinned one; the step that was
+        being saved is there whole, or not at all.
         """
         before = {segment.header.version for segment in shm.scan(self.folder)}  # damage is not known before a read
-        if in_the_middle:
-            captured = snapshot.capture({"w": torch.zeros(9000), "step": self.step + 1})
-            header = self.engine._header(History(lineage=self.lineage, step=self.step + 1), captured)
-            self.engine._saver.settle(10)
-            slot = self.engine._saver.claim(header)
-            if slot is not None:
-                view = slot.view()
-                view[:20_000] = b"h" * 20_000
-                view.release()
-        for mark in self.folder.glob("*.writer.*"):
-            mark.unlink()
-        self.engine._saver.close(10)
-        self.engine._closed = True
+        self.end_without_a_word()
+        pid = os.fork()
+        if pid == 0:
+            self.be_killed(at, number)
+        assert os.waitpid(pid, 0)[1] == signal.SIGKILL
         after = {segment.header.version for segment in shm.scan(self.folder)}
+        new = (self.lineage, self.step + 1)
+        if new in after:
+            self.step += 1
+            self.value[new] = float(number)
         if before:
             assert after
-            assert max(before) in after or self.pins
+            assert max(before) in after or self.pins or new in after
         self.open()
+
+    def end_without_a_word(self):
+        """The engine of this process goes without closing: its mark and its memory stay as a killed one leaves them."""
+        self.engine._saver.close(10)
+        self.engine._closed = True
+        for mark in self.folder.glob("*.writer.*"):
+            mark.unlink()
+
+    def be_killed(self, at, number):
+        """In a process of its own; never returns."""
+        count = itertools.count()
+
+        def deadly(call):
+            def counted(*args):
+                if next(count) == at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return call(*args)
+
+            return counted
+
+        try:
+            self.open()
+            for owner, name in ((memory, "copy"), (memory, "copy_small"), (os, "pwrite")):
+                setattr(owner, name, deadly(getattr(owner, name)))
+            state = {"w": torch.full((20_000,), float(number)), "step": self.step + 1}
+            self.engine.save(self.step + 1, state, lineage=self.lineage)
+            self.engine.wait()
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     @precondition(lambda self: len(self.alive()) > 1)
     @rule(data=st.data())
@@ -161,7 +189,7 @@ class Machine(RuleBasedStateMachine):
     def go_back(self, data):
         """To any living version; what was above it is dead once the new lineage has saved."""
         version = data.draw(st.sampled_from(sorted(self.alive())))
-        state = {"w": torch.zeros(9000), "step": 0}
+        state = {"w": torch.zeros(20_000), "step": 0}
         assert self.engine.restore(state, at=version) is not None
         if any(other > version for other in self.alive()):
             self.lineage += 1
@@ -173,7 +201,7 @@ class Machine(RuleBasedStateMachine):
     def the_newest_living_version_loads_with_its_own_values(self):
         if not hasattr(self, "engine"):
             return
-        state = {"w": torch.zeros(9000), "step": 0}
+        state = {"w": torch.zeros(20_000), "step": 0}
         try:
             restored = self.engine.restore(state)
         except Corrupt:
@@ -193,7 +221,12 @@ class Machine(RuleBasedStateMachine):
             shutil.rmtree(self.root, ignore_errors=True)
 
 
-Machine.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=30, deadline=None, phases=[Phase.generate, Phase.shrink]
-)
+class LongMachine(Machine):
+    """The same, for as long as `make test-long` gives it."""
+
+
+SMALL = settings(max_examples=40, stateful_step_count=30, deadline=None, phases=[Phase.generate, Phase.shrink])
+Machine.TestCase.settings = SMALL
+LongMachine.TestCase.settings = settings(SMALL, max_examples=600)
 TestMachine = Machine.TestCase
+TestLongMachine = pytest.mark.long(pytest.mark.timeout(1800)(LongMachine.TestCase))
