@@ -13,7 +13,7 @@ import torch
 
 from aimaster.wire.messages import Found, SnapshotMoved
 from easyckpt import Checkpointer
-from easyckpt.errors import SaveFailed
+from easyckpt.errors import NotReady, SaveFailed
 from easyckpt.flush import verify_stored
 from easyckpt.storage import list_manifests
 from tests.flow.agent_master import Master, Run, seal_segment, tell_sealed, until
@@ -106,7 +106,7 @@ def test_a_storage_in_trouble_is_told_to_the_trainer_and_harms_nothing(disk, tmp
         give_up_at = time.monotonic() + 20
         while [record.step for record in list_manifests(disk.folder)] != [4]:
             assert time.monotonic() < give_up_at
-            with suppress(SaveFailed):
+            with suppress(SaveFailed, NotReady):
                 checkpointer.wait(0.1)
             time.sleep(0.01)  # the old one goes after the commit is told
         assert intact(disk.folder) == [4]
