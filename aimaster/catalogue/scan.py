@@ -153,6 +153,10 @@ class LogScan:
         for line in reversed(self._before.splitlines(keepends=True)[-LAST_LINES:]):
             at -= len(line)
             words = last_words(line, at) if at > told and not self.steps_after(at) else None
+            if words is not None and self.count_lines:
+                words.exception_line = (
+                    self.lines_read + 1 - self._before.count(b"\n", at - self.bytes_read + len(self._before))
+                )
             if words is not None and not self.catalogue.match(line.rstrip()):
                 self.blocks.append(words)
                 return

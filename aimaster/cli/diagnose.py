@@ -112,6 +112,8 @@ def examine(
     verdict = msgspec.structs.replace(
         verdict, evidence=tuple(_with_line(line, scans, paths) for line in verdict.evidence)
     )
+    if not scans and not dumps:
+        verdict = msgspec.structs.replace(verdict, confidence=0.0, summary="Cannot tell: there is no log to read.")
     if verdict.category in UNEXPLAINED:
         verdict = msgspec.structs.replace(verdict, candidates=candidates(paths, scans))
     dropped: dict[str, int] = {}

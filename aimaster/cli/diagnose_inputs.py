@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import lzma
 import os
 import re
+import shutil
 import subprocess
 import tarfile
+import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Final, NamedTuple, cast
+from typing import IO, Any, Final, NamedTuple, cast
 
 from aimaster.catalogue.scan import CHUNK_BYTES
 
@@ -62,6 +65,14 @@ SKIPPED_SUFFIXES: Final = frozenset(
         "core",
     ]
 )
+_MAGIC: Final = (
+    (b"\x1f\x8b", ".gz"),
+    (b"\x28\xb5\x2f\xfd", ".zst"),
+    (b"BZh", ".bz2"),
+    (b"\xfd7zXZ\x00", ".xz"),
+    (b"PK\x03\x04", ".zip"),
+)
+"""What packed files begin with, for a stream that has no name."""
 _STAGES: Final = (".gz", ".bz2", ".xz", ".zst", ".zstd")
 
 
@@ -88,7 +99,7 @@ def open_sources(paths: Iterable[str], stdin: IO[bytes], problems: list[Unreadab
     """All logs of the given paths, one after the other; what cannot be read is noted in `problems`."""
     for text in paths:
         if text == "-":
-            yield Source("-", "", _read(stdin))
+            yield from _stdin(stdin, problems)
             continue
         path = Path(text)
         try:
@@ -98,6 +109,44 @@ def open_sources(paths: Iterable[str], stdin: IO[bytes], problems: list[Unreadab
                 yield from _file(text, path, "", problems)
         except OSError as error:
             problems.append(Unreadable(text, error.strerror or str(error)))
+
+
+class _Peeked(io.RawIOBase):
+    """A stream of which the first bytes were looked at."""
+
+    def __init__(self, head: bytes, rest: IO[bytes]) -> None:
+        self._head, self._rest = head, rest
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._head[: len(buffer)] or self._rest.read(len(buffer))
+        self._head = self._head[len(buffer) :]
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def _stdin(stream: IO[bytes], problems: list[Unreadable]) -> Iterator[Source]:
+    """Standard input: a log, or a packed one, or an archive; a zip is put aside in a file, for its table stands at its end."""
+    head = stream.read(512)
+    peeked: IO[bytes] = cast("IO[bytes]", io.BufferedReader(_Peeked(head, stream)))
+    kind = next((suffix for magic, suffix in _MAGIC if head.startswith(magic)), "")
+    if kind == ".zip":
+        with tempfile.NamedTemporaryFile(suffix=kind) as aside:
+            shutil.copyfileobj(peeked, aside, CHUNK_BYTES)
+            aside.flush()
+            yield from _zip("-", Path(aside.name), "", problems)
+        return
+    start, inside = head, peeked
+    if kind:
+        unpacked, _ = _unpack(peeked, f"-{kind}")
+        start = unpacked.read(512)
+        inside = cast("IO[bytes]", io.BufferedReader(_Peeked(start, unpacked)))
+    if start[257:262] == b"ustar":
+        yield from _tar("-", inside, "-", "", problems)
+    else:
+        yield Source("-", "", _read(inside))
 
 
 def _folder(root: str, folder: Path, problems: list[Unreadable]) -> Iterator[Source]:
@@ -270,7 +319,7 @@ def name_nodes(names: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str | 
 
 def _shared_folder(root: str, names: list[str]) -> str:
     """The one folder that an archive was packed with, which is no node."""
-    if not re.search(r"\.(?:tar|tgz|tbz2|txz|zip)", root.lower()):
+    if root != "-" and not re.search(r"\.(?:tar|tgz|tbz2|txz|zip)", root.lower()):
         return ""
     firsts = {name.split("/", 1)[0] for name in names}
     if len(firsts) == 1 and all(name.count("/") >= 2 for name in names):

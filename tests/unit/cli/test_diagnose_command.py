@@ -85,6 +85,23 @@ def test_a_compressed_file_and_standard_input(tmp_path):
     assert (document["category"], document["culprit"]["rank"], code) == ("app.cuda_oom", 13, 1)
 
 
+@pytest.mark.parametrize("kind", ["tar", "tar.gz", "tar.zst", "zip"])
+def test_an_archive_through_standard_input(tmp_path, kind):
+    """A stream has no name: what it is, its first bytes tell."""
+    folder = lay_out(CASE, tmp_path)
+    packed = io.BytesIO()
+    if kind == "zip":
+        with zipfile.ZipFile(packed, "w") as archive:
+            for path in folder.rglob("*.log"):
+                archive.write(path, path.relative_to(folder))
+    else:
+        with tarfile.open(fileobj=packed, mode="w") as archive:
+            archive.add(folder, arcname=folder.name)
+    data = packed.getvalue()
+    data = gzip.compress(data) if kind == "tar.gz" else zstandard.compress(data) if kind == "tar.zst" else data
+    assert root_of(verdict("-", input=data)[0]) == ("app.cuda_oom", "node-1", 13)
+
+
 def test_several_folders_are_several_nodes(tmp_path):
     """One path per node: each folder's name is its node."""
     folder = lay_out(CASE, tmp_path)
