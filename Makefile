@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-long lint format bench-main bench-ckpt bench-eyes bench-learning bench-diagnose soak model clean
+.PHONY: help setup setup-bench run test test-long lint format bench-main bench-ckpt bench-eyes bench-learning bench-diagnose bench-healthy soak model clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 12
@@ -25,6 +25,27 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV): a minute or two the first time"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[runtime,dev]'
+	@touch $@
+
+BENCH := .venv-bench
+PEERS := tests/bench/ckpt/peers.txt
+BENCH_INSTALL = $(BENCH)/bin/python -m pip install -qq --disable-pip-version-check
+BENCH_SITE = $$($(BENCH)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+
+setup-bench: $(BENCH)/.installed  ## make .venv-bench: the checkpoint engines of others, pinned, for bench-ckpt
+
+$(BENCH)/.installed: $(PEERS) pyproject.toml
+	@test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
+	@echo "installing into $(BENCH): two or three minutes the first time"
+	@$(BENCH_INSTALL) -c $(PEERS) torch numpy safetensors msgspec xxhash click
+	@echo "$(CURDIR)" > $(BENCH_SITE)/easyckpt.pth
+	@# One by one: what cannot be installed here is a row "not installed" in the table.
+	@for peer in "dlrover[torch,k8s] grpcio setuptools" torchsnapshot torch_checkpointing; do \
+		$(BENCH_INSTALL) -c $(PEERS) $$peer || echo "$$peer cannot be installed here: its row will say so" >&2; done
+	@# Its wheels want a newer system than many have; its checkpointing is plain Python and runs unpacked.
+	@$(BENCH_INSTALL) --no-deps --target $(BENCH_SITE) --upgrade \
+		--platform manylinux_2_39_x86_64 --python-version 3.12 --only-binary=:all: $$(grep '^nvidia-resiliency-ext==' $(PEERS)) \
+		|| echo "nvidia-resiliency-ext cannot be installed here: its row will say so" >&2
 	@touch $@
 
 run: setup  ## the embedded default: a tiny model learns to sort digits on this machine, in about three minutes
@@ -50,7 +71,7 @@ format: setup  ## lay out the code and rewrite the tree in README.md
 bench-main: setup  ## kill each role: seconds to the verdict and to the next committed step
 	$(BIN)/python -m tests.bench.main_job $(ARGS)
 
-bench-ckpt: setup  ## checkpoints against the machine's floor and the peers that are installed; QUICK=1: a minute
+bench-ckpt: setup  ## checkpoints against the machine's floor and the peers of setup-bench; QUICK=1: a minute, 0.25 GiB
 	$(BIN)/python -m tests.bench.ckpt $(if $(QUICK),--quick) $(ARGS)
 
 bench-eyes: setup  ## seconds from a fault to its finding at the master, and what the sidecar costs
@@ -61,6 +82,9 @@ bench-learning: setup  ## reward before and after on three fresh seeds, and with
 
 bench-diagnose: setup  ## log speed of `aimaster diagnose` against grep, and a 10 GB Ray head log
 	$(BIN)/python -m tests.bench.diagnose $(ARGS)
+
+bench-healthy: setup  ## false alarms: real healthy jobs, in an environment of their own, and a gigabyte of their logs; no sign may speak
+	$(BIN)/python -m tests.corpus $(ARGS)
 
 KILLS ?= 30
 SEED ?= 1
@@ -73,4 +97,4 @@ model: setup  ## convert the real model, SmolLM2-135M-Instruct, once, for exampl
 	$(BIN)/python -m rl_runtime.model_smollm2 $(ARGS)
 
 clean:  ## remove the environment and caches, keep runs
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(BENCH) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

@@ -133,6 +133,7 @@ class Saver:
             later += [Leaf(leaf.entry, leaf.tensor.detach().clone()) for leaf in now if leaf.tensor.is_cuda]
             now = [leaf for leaf in now if not leaf.tensor.is_cuda]
         copy = Copy(slot.view(), Lane(sorted(devices, key=str)) if devices else None)
+        copy.copy_small(captured.small)
         copy.copy_only(now)
         copy.finish()
         expected = {
@@ -214,15 +215,14 @@ class Saver:
         return [states for rank, states in found.items() if rank != self._name.rank]
 
     def _split(self, captured: Capture, slot: Slot) -> tuple[list[Leaf], list[Leaf], list[Leaf]]:
-        """What has to be copied now, what only an optimizer's step will change, and what is in the slot already."""
+        """Of the large tensors: what has to be copied now, what only an optimizer's step will change, and what is in the slot already."""
         governed = gate.governed_storages() if self._overlap or captured.frozen else set()
         now: list[Leaf] = []
         later: list[Leaf] = []
         kept: list[Leaf] = []
-        for leaf in captured.stored:
+        for leaf in captured.leaves:
             entry = leaf.entry
-            begin, end = entry.offsets
-            if end - begin <= snapshot.SMALL_BYTES or (self._restless and entry.name in self._restless):
+            if entry.nbytes <= snapshot.SMALL_BYTES or entry.name in self._restless:
                 now.append(leaf)
                 continue
             is_governed = bool(governed) and leaf.tensor.untyped_storage().data_ptr() in governed

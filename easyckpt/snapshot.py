@@ -27,7 +27,7 @@ _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 Look = tuple[Any, ...]
-"""All that says which memory a tensor is and how it is read: equal as long as it is that very tensor."""
+"""All that says which memory a tensor is and how it is read: equal as long as it is that very tensor. Host and devices share no addresses."""
 
 
 class Leaf(NamedTuple):
@@ -45,6 +45,19 @@ class Leaf(NamedTuple):
         return Leaf(self.entry, self.tensor.detach(), self.address)
 
 
+class Small(NamedTuple):
+    """A tensor of few bytes in plain host memory."""
+
+    address: int
+    """Where it is."""
+    at: int
+    """Where it goes."""
+    nbytes: int
+    """How much it is."""
+    name: str
+    """Whose it is."""
+
+
 class Known(NamedTuple):
     """What one save leaves to the next about one tensor."""
 
@@ -58,10 +71,12 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True):
 
     entries: tuple[TensorEntry, ...]
     """All tensors, in file order, aliases after what they share."""
-    addresses: tuple[int, ...]
-    """Theirs, as in a Leaf."""
     tensors: tuple[torch.Tensor, ...]
-    """Themselves, in the same order."""
+    """Theirs, in the same order."""
+    small: tuple[Small, ...]
+    """Those that are copied at once whatever they are."""
+    large: tuple[tuple[int, int], ...]
+    """The other stored ones: index, and address as in a Leaf."""
     extra: Any
     """The rest, as JSON."""
     frozen: frozenset[str] = frozenset()
@@ -70,9 +85,10 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True):
     """By name, for the next walk."""
 
     @property
-    def stored(self) -> list[Leaf]:
-        every = zip(self.entries, self.tensors, self.addresses, strict=True)
-        return [Leaf(entry, tensor, address) for entry, tensor, address in every if not entry.alias_of]
+    def leaves(self) -> list[Leaf]:
+        """The large ones."""
+        entries, tensors = self.entries, self.tensors
+        return [Leaf(entries[index], tensors[index], address) for index, address in self.large]
 
 
 def capture(state: Any, before: Capture | None = None) -> Capture:
@@ -102,10 +118,19 @@ class _Walk:
         extra = tree.encode(state, self._leaf)
         entries = place(self._entries)
         tensors = tuple([self._tensors[entry.name] for entry in entries])
+        small: list[Small] = []
+        large: list[tuple[int, int]] = []
+        for index, (entry, tensor) in enumerate(zip(entries, tensors, strict=True)):
+            address = address_of(tensor)
+            if not entry.alias_of and address and entry.nbytes <= SMALL_BYTES:
+                small.append(Small(address, entry.offsets[0], entry.nbytes, entry.name))
+            elif not entry.alias_of:
+                large.append((index, address))
         return Capture(
             entries=entries,
-            addresses=tuple([address_of(one) for one in tensors]),
             tensors=tensors,
+            small=tuple(small),
+            large=tuple(large),
             extra=extra,
             frozen=self._frozen(),
             known=self._known,
@@ -170,7 +195,7 @@ def _look(tensor: torch.Tensor) -> Look:
         local = gate.local_part(tensor)
         spec = getattr(tensor, "_spec", None)  # how a DTensor is cut
     return (
-        local.data_ptr(), local.shape, local.stride(), local.dtype, spec, local.storage_offset(), local.device, local.is_conj(), local.is_neg(),
+        local.data_ptr(), local.shape, local.stride(), local.dtype, spec, local.storage_offset(), local.is_conj(), local.is_neg(),
     )  # fmt: skip
 
 
@@ -261,7 +286,8 @@ class Copy:
         self._started = False
         self._memory = block
         self._address = memory.address_of(block)
-        self._unhashed: list[Leaf] = []
+        self._unhashed: list[tuple[str, int, int]] = []
+        self._small: Sequence[Small] = ()
         self.digests: dict[str, TensorDigest] = {}
         self.hurry = False
         """Set by who waits: hashing is put off until all is copied."""
@@ -280,8 +306,7 @@ class Copy:
         for leaf in leaves:
             begin, end = leaf.entry.offsets
             if leaf.address:
-                copy = memory.copy if end - begin > SMALL_BYTES else memory.copy_small
-                copy(self._address + begin, leaf.address, end - begin)
+                memory.copy(self._address + begin, leaf.address, end - begin)
             elif end > begin:
                 view = view_at(self._memory, leaf.entry)
                 if self._lane is not None and leaf.tensor.is_cuda:
@@ -290,11 +315,17 @@ class Copy:
                 else:
                     with torch.no_grad():
                         view.copy_(leaf.tensor)
-        self._unhashed.extend(leaves)
+        self.adopt(leaves)
+
+    def copy_small(self, small: Sequence[Small]) -> None:
+        copy, base = memory.copy_small, self._address
+        for address, at, nbytes, _ in small:
+            copy(base + at, address, nbytes)
+        self._small = small
 
     def adopt(self, leaves: Sequence[Leaf]) -> None:
         """Takes for copied what another process has copied: only hashing is left."""
-        self._unhashed.extend(leaves)
+        self._unhashed.extend((leaf.entry.name, *leaf.entry.offsets) for leaf in leaves)
 
     def finish(self) -> None:
         """Until all that was started is there."""
@@ -308,9 +339,10 @@ class Copy:
             self.digests[leaf.entry.name] = source_digest(leaf.tensor)
 
     def hash_rest(self) -> None:
-        for leaf in self._unhashed:
-            begin, end = leaf.entry.offsets
-            self.digests[leaf.entry.name] = digest_tensor(self._memory[begin:end])
+        for name, begin, end in self._unhashed:
+            self.digests[name] = digest_tensor(self._memory[begin:end])
+        for _, at, nbytes, name in self._small:
+            self.digests[name] = digest_tensor(self._memory[at : at + nbytes])
         self._unhashed.clear()
 
     def _copy_and_hash(self, leaf: Leaf) -> None:

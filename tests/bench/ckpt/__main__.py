@@ -1,6 +1,6 @@
 """`make bench-ckpt`: easyckpt beside its peers in one interleaved run, each engine in fresh processes, SIGKILL between save and restore.
 
-python -m tests.bench.ckpt [--quick] [--gib 1 --gib 4] [--rounds 3] [--python PATH]; a table for people, the last line one JSON object.
+python -m tests.bench.ckpt [--quick] [--gib 1 --gib 4] [--rounds 3] [--no-ranks] [--engines A,B]; tables for people, the last line one JSON object.
 """
 
 import argparse
@@ -9,24 +9,42 @@ import json
 import os
 import shutil
 import signal
-import statistics
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
-from tests.bench.ckpt import engines
+from tests.bench.ckpt import figures, measure
+from tests.bench.ckpt.figures import Target, later
+from tests.bench.ckpt.registry import ALL, BY_NAME, LARGE, QUICK
 
 ROOT = Path(__file__).resolve().parents[3]
+WORKER_SECONDS = 1800
+RANKS = 2
+COLUMNS = (
+    "first",
+    "stall",
+    "cpu in stall",
+    "cpu, whole save",
+    "durable",
+    "slowdown",
+    "memory",
+    "restore",
+    "cold",
+    "restored",
+)
 
 
 class Bench:
+    """One run: its folder, its interpreter, the processes it starts."""
+
     def __init__(self, options):
         self.options = options
-        self.python = options.python or next(
-            (str(path) for path in [ROOT / ".venv-bench/bin/python"] if path.exists()), sys.executable
-        )
+        self.python = options.python
         self.work = Path(tempfile.mkdtemp(prefix="easyckpt-bench-", dir=options.work))
+        self.log = (self.work / "log").open("a")
         self.environment = {
             **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TQDM_DISABLE": "1",
         }  # fmt: skip
@@ -34,60 +52,101 @@ class Bench:
     def start(self, *argv, environment=None, **options):
         return subprocess.Popen(
             [self.python, *map(str, argv)], env={**self.environment, **(environment or {})}, cwd=ROOT, text=True,
-            stderr=open(self.work / "log", "a"), start_new_session=True, **options,
+            stderr=self.log, start_new_session=True, **options,
         )  # fmt: skip
 
-    def installed(self, engine):
-        code = f"from tests.bench.ckpt import engines; raise SystemExit(not engines.{engine.__name__}.installed())"
-        return self.start("-c", code).wait() == 0
+    def installed(self):
+        """Names of the engines that the interpreter can import, asked once."""
+        code = "from tests.bench.ckpt.registry import ALL; print(*(one.__name__ for one in ALL if one.installed()))"
+        process = self.start("-c", code, stdout=subprocess.PIPE)
+        return process.communicate(timeout=WORKER_SECONDS)[0].split()
 
     def save_and_restore(self, engine, gib):
-        """One engine, one round: the figures of both processes."""
+        """One engine, one round: the figures of its processes, or an error."""
         folder, out = self.work / engine.__name__, self.work / "out.json"
-        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        environment = getattr(engine, "environment", {})
-        side = self.start(*engine.side[1:], environment=environment) if engine.side else None
+        side = self.start(*engine.side, environment=engine.environment) if engine.side else None
         argv = ("-m", "tests.bench.ckpt.worker")
         end = (engine.__name__, folder, gib, out)
+        saves = self.options.saves if engine.durable else 2 * self.options.saves
         saver = self.start(
-            *argv, "save", *end, "--saves", 3, "--side", side.pid if side else 0, environment=environment,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            *argv, "save", *end, "--saves", saves, "--side", side.pid if side else 0,
+            environment=engine.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         try:
-            if saver.stdout.readline() != "READY\n":
+            if not any(line == "READY\n" for line in saver.stdout):
                 return {"error": "save failed, see the log"}
-            figures = json.loads(out.read_text())
+            found = json.loads(out.read_text())
             saver.send_signal(signal.SIGKILL)
             saver.wait()
-            out.unlink()
-            if self.start(*argv, "restore", *end, environment=environment, stdout=subprocess.DEVNULL).wait(600):
-                return {"error": "restore failed, see the log"}
-            return {**figures, **json.loads(out.read_text())}
+            for temperature in ("", "_cold")[: 1 + engine.cold]:
+                if temperature:
+                    measure.drop_cache(str(folder))
+                out.unlink()
+                reader = self.start(*argv, "restore", *end, environment=engine.environment, stdout=subprocess.DEVNULL)
+                if reader.wait(WORKER_SECONDS):
+                    return {"error": "restore failed, see the log"}
+                back = json.loads(out.read_text())
+                stale = "" if back["step"] == found["last"] else f"step {back['step']} instead of {found['last']}"
+                found |= {f"restore{temperature}": back["restore"], f"restore_cpu{temperature}": back["restore_cpu"]}
+                found["wrong"] = found.get("wrong") or back["wrong"] or stale
+            return found
+        except (subprocess.TimeoutExpired, OSError, ValueError) as error:
+            return {"error": str(error)}
         finally:
             for process in (saver, side):
                 if process is not None:
                     kill_session(process)
             shutil.rmtree(folder, ignore_errors=True)
+            for leftover in self.work.glob("out.json*"):
+                leftover.unlink()
             clear_memory()
 
     def overlap(self, gib):
         folder, out = self.work / "overlap", self.work / "overlap.json"
-        steps = 10 if self.options.quick else 20
-        process = self.start("-m", "tests.bench.ckpt.overlap", folder, gib, out, "--steps", steps)
-        failed = process.wait(3600)
+        blocks = 2 if self.options.quick else 4
+        failed = self.start("-m", "tests.bench.ckpt.overlap", folder, gib, out, "--blocks", blocks).wait(
+            2 * WORKER_SECONDS
+        )
         shutil.rmtree(folder, ignore_errors=True)
         clear_memory()
         return {} if failed else json.loads(out.read_text())
 
-    def peer(self, gib):
-        out = self.work / "peer.json"
-        giver = self.start("-m", "tests.bench.ckpt.peer", "give", gib, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    def wire(self, gib):
+        out = self.work / "wire.json"
+        module = ("-m", "tests.bench.ckpt.wire")
+        giver = self.start(*module, "give", gib, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         ports = giver.stdout.readline().split()
-        failed = self.start("-m", "tests.bench.ckpt.peer", "take", gib, out, *ports).wait(1800)
+        failed = self.start(*module, "take", gib, out, *ports).wait(WORKER_SECONDS)
         kill_session(giver)
         clear_memory()
         return [] if failed else json.loads(out.read_text())
+
+    def ranks(self, gib):
+        folder, out = self.work / "ranks", self.work / "ranks.json"
+        folder.mkdir()
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS)}
+        argv = ("-m", "tests.bench.ckpt.ranks", folder, gib, out)
+        processes = [
+            self.start(*argv, environment={**where, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(RANKS)
+        ]
+        failed = any(process.wait(WORKER_SECONDS) for process in processes)
+        for process in processes:
+            kill_session(process)
+        shutil.rmtree(folder, ignore_errors=True)
+        clear_memory()
+        return {} if failed else json.loads(out.read_text())
+
+    def close(self):
+        self.log.close()
+        text = (self.work / "log").read_text()
+        if "Traceback" in text:
+            print(text[-4000:], file=sys.stderr)
+        shutil.rmtree(self.work)
+        clear_memory()
 
 
 def kill_session(process):
@@ -97,117 +156,124 @@ def kill_session(process):
 
 
 def clear_memory():
-    for path in Path("/dev/shm").glob("easyckpt-bench*"):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    """What killed engines leave in memory."""
+    for path in Path("/dev/shm").glob("*easyckpt-bench*"):
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-# --------------------------------------------------------------------------------------------------------------- figures
-
-
-def later(rounds, key):
-    return [save[key] for one in rounds for save in one["saves"][1:] if save[key] is not None]
-
-
-def median(values):
-    return statistics.median(values) if values else None
-
-
-def ratio(a, b):
-    return round(a / b, 4) if a is not None and b else None
-
-
-def summarize(results, overlap, peer, gib):
-    """The figures of one size, by the names the targets have."""
-    good = {name: [one for one in rounds if "saves" in one] for name, rounds in results.items()}
-    stall = {name: median(later(rounds, "stall")) for name, rounds in good.items()}
-    restore = {name: median([one["restore"] for one in rounds]) for name, rounds in good.items()}
-    ours, floor = good["Ours"], stall["Floor"]
-    size = ours[0]["bytes"] / 2**30 if ours else gib
-    peers = [stall[name] for name in ("DLRover", "TorchCheckpointing", "DcpReused") if stall.get(name)]
-    firsts = [one["saves"][0]["stall"] for one in good["OursMemory"]]
-    wire = [(one["ours"], one["raw"] + one["floor"]) for one in peer]
-    cpu = median(later(ours, "save_cpu"))
-    return {
-        "open_seconds_per_gib": round(median([one["open_seconds"] for one in ours]) / size, 3) if ours else None,
-        "stall_overlapped_over_copy": ratio(overlap.get("stall_overlapped"), overlap.get("copy_seconds")),
-        "stall_overlapped_ms_per_gib": round(overlap["stall_overlapped"] * 1000 / size, 3) if overlap else None,
-        "stall_copy_over_floor": ratio(stall["OursMemory"], floor),
-        "stall_copy_over_dcp_default": ratio(stall["OursMemory"], stall.get("DcpAsync")),
-        "stall_copy_over_best_peer": ratio(stall["OursMemory"], min(peers, default=None)),
-        "first_over_later": ratio(median(firsts), stall["OursMemory"]),
-        "durable_cpu_seconds_per_gib": round(cpu / size, 3) if cpu else None,
-        "durable_over_torch_save": ratio(median(later(ours, "durable")), median(later(good.get("TorchSave", []), "durable"))),
-        "restore_shm_over_floor": ratio(restore["OursMemory"], restore["Floor"]),
-        "torch_load_over_restore_shm": ratio(restore.get("TorchSave"), restore["OursMemory"]),
-        "restore_peer_over_socket_and_floor": round(median([a / b for a, b in wire]), 4) if wire else None,
-        "step_slowdown": round(overlap["step_slowdown"], 4) if overlap else None,
-        "extra_memory": round(median([one["extra_memory"] for one in ours]), 3) if ours else None,
-        "wrong": [one["wrong"] for rounds in good.values() for one in rounds if one.get("wrong")] + [one["wrong"] for one in peer if one["wrong"]],
-    }  # fmt: skip
-
-
-def table(results, gib):
-    print(f"\n{gib} GiB, seconds, median [least-most] of later saves; cpu = CPU seconds of everything until it is done")
-    columns = [
-        "first",
-        "stall",
-        "cpu in stall",
-        "cpu, whole save",
-        "durable",
-        "slowdown",
-        "memory",
-        "restore",
-        "restored",
-    ]
-    print(f"{'engine':42}" + "".join(f"{column:>20}" for column in columns))
-    for name, rounds in results.items():
-        good = [one for one in rounds if "saves" in one]
-        title = getattr(engines, name).name
-        if not good:
-            print(f"{title:42}  {rounds[0]['error'] if rounds else 'not installed'}")
-            continue
-        cells = [spread([one["saves"][0]["stall"] for one in good])]
-        cells += [spread(later(good, key)) for key in ("stall", "stall_cpu", "save_cpu", "durable", "slowdown")]
-        cells += [spread([one["extra_memory"] for one in good]), spread([one["restore"] for one in good])]
-        cells.append("; ".join(sorted({one["wrong"] or f"step {one['step']}" for one in good})))
-        print(f"{title:42}" + "".join(f"{cell:>20}" for cell in cells))
+# ----------------------------------------------------------------------------------------------------------------- tables
 
 
 def spread(values):
-    return f"{statistics.median(values):.3f} [{min(values):.3f}-{max(values):.3f}]" if values else "-"
+    values = sorted(values)
+    return f"{figures.median(values):.3f} [{values[0]:.3f}-{values[-1]:.3f}]" if values else "-"
+
+
+def table(results, gib):
+    print(
+        f"\n{gib:g} GiB, one process: seconds, median [least-most] of later saves; cpu = CPU seconds of everything until done"
+    )
+    print(f"{'engine':52}" + "".join(f"{column:>22}" for column in COLUMNS))
+    for name, rounds in results.items():
+        good = [one for one in rounds if "error" not in one]
+        if not good:
+            print(f"{BY_NAME[name].name:52}  {rounds[0]['error'] if rounds else 'not installed'}")
+            continue
+        cells = [spread([one["saves"][0]["stall"] for one in good])]
+        cells += [spread(later(good, key)) for key in ("stall", "stall_cpu", "save_cpu", "durable", "slowdown")]
+        cells += [
+            spread([one[key] for one in good if key in one]) for key in ("extra_memory", "restore", "restore_cold")
+        ]
+        cells.append("; ".join(sorted({one["wrong"] or "whole" for one in good})))
+        print(f"{BY_NAME[name].name:52}" + "".join(f"{cell:>22}" for cell in cells))
+
+
+def ranks_table(found):
+    about = f"{found['bytes_a_rank'] / 2**20:.0f} MiB and {found['tensors']} tensors a rank"
+    print(f"\n{RANKS} gloo ranks with FSDP2, {about}: seconds of the slowest rank, median [least-most] of later saves")
+    columns = ("first", "stall", "cpu in stall", "complete", "restore", "restored")
+    print(f"{'engine':58}" + "".join(f"{column:>22}" for column in columns))
+    for name, rounds in found["engines"].items():
+        cells = [spread([rounds[0]["stall"]])]
+        cells += [spread([one[key] for one in rounds[1:]]) for key in ("stall", "stall_cpu", "complete", "restore")]
+        cells.append("; ".join(sorted({one["wrong"] or "whole" for one in rounds})))
+        print(f"{name:58}" + "".join(f"{cell:>22}" for cell in cells))
+
+
+def verdicts(values: dict, wanted: dict[str, Target]):
+    """Each figure beside its target."""
+    for name, value in values.items():
+        target = wanted.get(name)
+        verdict = "" if target is None or value is None else "meets" if target.is_met(value) else "MISSES"
+        shown = "not measured" if value is None else f"{value:.4g}"
+        print(f"  {name:42}{shown:>14}   {verdict:7}{target if target is not None else ''}")
+
+
+def run(bench, options):
+    present = set(bench.installed())
+    document = {}
+    for gib in options.gib:
+        chosen = options.engines or (QUICK if options.quick else LARGE if gib >= 4 else ALL)
+        results = {engine.__name__: [] for engine in chosen}
+        for number in range(options.rounds):
+            for engine in (one for one in chosen if one.__name__ in present):
+                started = time.monotonic()
+                found = bench.save_and_restore(engine, gib)
+                results[engine.__name__].append(found)
+                said = found.get("error") or found["wrong"] or f"{time.monotonic() - started:.0f} s"
+                print(
+                    f"# {gib:g} GiB, round {number + 1} of {options.rounds}: {engine.name}: {said}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        print(f"# {gib:g} GiB: overlapped steps, then a peer over loopback", file=sys.stderr, flush=True)
+        overlap, wire = bench.overlap(gib), bench.wire(gib)
+        table(results, gib)
+        values = figures.of_one_process(results, overlap, wire, gib)
+        verdicts(values, figures.targets(gib))
+        document[f"{gib:g} GiB"] = values
+    if options.ranks:
+        print(f"# {RANKS} ranks", file=sys.stderr, flush=True)
+        found = bench.ranks(options.ranks_gib)
+        if found:
+            ranks_table(found)
+        values = figures.of_ranks(found) if found else {}
+        verdicts(values, figures.RANKS_TARGETS)
+        document[f"{RANKS} ranks"] = values
+    print(json.dumps(document))
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true", help="0.25 GiB, one round, floor, ours, DCP and torch.save")
-    parser.add_argument("--gib", type=float, action="append", help="state size (default 1 and 4)")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--python", help="interpreter that has the peers (default .venv-bench, else this one)")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--quick", action="store_true", help="0.25 GiB, one round, floor, ours, DCP and torch.save: a minute"
+    )
+    parser.add_argument("--gib", type=float, action="append", help="state size, may be given again (default 1 and 4)")
+    parser.add_argument("--rounds", type=int, help="processes an engine and size (default 3)")
+    parser.add_argument(
+        "--saves", type=int, default=3, help="saves a process, twice as many where only memory is written"
+    )
+    parser.add_argument("--engines", type=lambda text: [BY_NAME[name] for name in text.split(",")], help="only these")
+    parser.add_argument(
+        "--ranks", action=argparse.BooleanOptionalAction, help="two ranks with FSDP2 (default: unless quick)"
+    )
+    parser.add_argument("--ranks-gib", type=float, default=1.0, help="state size over both ranks")
+    bench_python = ROOT / ".venv-bench/bin/python"
+    parser.add_argument(
+        "--python", default=str(bench_python) if bench_python.exists() else sys.executable,
+        help="interpreter that has the peers (default .venv-bench, else this one)",
+    )  # fmt: skip
     parser.add_argument("--work", default=str(ROOT), help="where checkpoints are written")
     options = parser.parse_args()
-    bench, figures = Bench(options), {}
-    chosen = engines.QUICK if options.quick else engines.ALL
+    options.gib = options.gib or ([0.25] if options.quick else [1, 4])
+    options.rounds = options.rounds or (1 if options.quick else 3)
+    options.ranks = not options.quick if options.ranks is None else options.ranks
+    bench = Bench(options)
     clear_memory()
     try:
-        for gib in [0.25] if options.quick else options.gib or [1, 4]:
-            results = {engine.__name__: [] for engine in chosen}
-            present = [engine for engine in chosen if bench.installed(engine)]
-            for number in range(1 if options.quick else options.rounds):
-                for engine in present:
-                    print(f"# {gib} GiB, round {number + 1}: {engine.name}", file=sys.stderr, flush=True)
-                    results[engine.__name__].append(bench.save_and_restore(engine, gib))
-            overlap, peer = bench.overlap(gib), bench.peer(gib)
-            table(results, gib)
-            figures[f"{gib} GiB"] = summarize(results, overlap, peer, gib)
-            for name, value in figures[f"{gib} GiB"].items():
-                print(f"  {name:40}{value}")
-        print(json.dumps(figures))
+        run(bench, options)
     finally:
-        log = bench.work / "log"
-        if log.exists() and "Traceback" in log.read_text():
-            print(log.read_text()[-4000:], file=sys.stderr)
-        shutil.rmtree(bench.work)
-        clear_memory()
+        bench.close()
 
 
 if __name__ == "__main__":

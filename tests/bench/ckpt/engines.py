@@ -1,4 +1,4 @@
-"""Every engine behind the same calls.
+"""The machine's floor, ours, and what torch and safetensors do alone, all behind the same calls.
 
 open(state)      before training
 save(state, n)   returns when the trainer may change the state: that time is the stall
@@ -11,9 +11,6 @@ import importlib.util
 import mmap
 import os
 import shutil
-import sys
-import time
-from pathlib import Path
 
 import torch
 
@@ -25,11 +22,17 @@ SHM = "/dev/shm/easyckpt-bench"
 class Engine:
     name = ""
     needs = ""
-    """Distribution it comes from; "" is torch."""
+    """Module it comes from; "" is torch."""
     durable = True
-    later_done = False
-    side = None
-    """Command of a process that outlives the trainer."""
+    cold = False
+    """Whether its restore is timed without the page cache as well."""
+    group = False
+    """Whether it wants a process group, of one."""
+    environment: dict[str, str] = {}
+    side: list[str] = []
+    """Arguments of a Python process that outlives the trainer."""
+    unmapped = ""
+    """Its files below /dev/shm that nobody maps."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -57,6 +60,7 @@ class Engine:
         return max(int(path.rsplit("-", 1)[1].split(".")[0]) for path in glob.glob(f"{self.folder}/step-*"))
 
     def trim(self, step):
+        """Keeps two."""
         for path in glob.glob(f"{self.folder}/step-*"):
             if int(path.rsplit("-", 1)[1].split(".")[0]) < step - 1:
                 shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
@@ -132,7 +136,7 @@ class Ours(Engine):
         self.engine.wait()
 
     def trim(self, step):
-        pass
+        """Its own retention does."""
 
     def restore(self, state):
         return self.engine.restore(state).step
@@ -146,6 +150,7 @@ class OursMemory(Ours):
 
 class TorchSave(Engine):
     name = "torch.save"
+    cold = True
 
     def save(self, state, step):
         torch.save(state, self.path(step) + ".pt")
@@ -168,6 +173,7 @@ class TorchSaveMmap(TorchSave):
 class Safetensors(Engine):
     name = "safetensors save_file"
     needs = "safetensors"
+    cold = True
 
     def save(self, state, step):
         from safetensors.torch import save_file
@@ -183,135 +189,3 @@ class Safetensors(Engine):
                 targets[name].copy_(file.get_tensor(name))
         state["step"] = step
         return step
-
-
-class DcpAsync(Engine):
-    name = "dcp.async_save, default"
-
-    def reopen(self):
-        import torch.distributed.checkpoint  # noqa: F401 - its import is not its restore
-
-    staging = None
-    result = None
-
-    def open(self, _state):
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-        self.stager = DefaultStager(StagingOptions(*self.staging)) if self.staging else None
-
-    def save(self, state, step):
-        import torch.distributed.checkpoint as dcp
-
-        started = dcp.async_save(state, checkpoint_id=self.path(step), async_stager=self.stager, no_dist=True)
-        if hasattr(started, "staging_completion"):
-            started.staging_completion.result()
-            started = started.upload_completion
-        self.result = started
-
-    def done(self):
-        return self.result.done()
-
-    def wait(self):
-        self.result.result()
-
-    def restore(self, state):
-        import torch.distributed.checkpoint as dcp
-
-        step = self.newest()
-        dcp.load(state, checkpoint_id=self.path(step), no_dist=True)
-        return step
-
-
-class DcpReused(DcpAsync):
-    name = "dcp.async_save, reused stager"
-    staging = (False, False, False, False)
-
-
-class TorchCheckpointing(Engine):
-    name = "torch_checkpointing, async"
-    needs = "torch_checkpointing"
-
-    def open(self, state):
-        import torch_checkpointing as tc
-        from torch_checkpointing.config import AsyncCheckpointSaverConfig
-        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
-
-        staging = tc.CheckpointStagerConfig(
-            use_pinned_memory=False, use_shared_memory=True, use_async_staging=True, use_non_blocking_copy=False
-        )
-        self.manager = tc.CheckpointManager(
-            tc.CheckpointManager.Config(
-                storage_config=LocalFileSystemStorageConfig(use_direct_io=False),  # its direct writes fail on ext4
-                save=AsyncCheckpointSaverConfig(staging_config=staging),
-            )
-        )
-        if state:
-            self.manager.prewarm_staging(dict(state))
-
-    def save(self, state, step):
-        self.result = self.manager.save(self.path(step), dict(state))
-        with self.manager.lock():  # what its users hold around optimizer.step()
-            pass
-
-    def done(self):
-        return self.result.done()
-
-    def wait(self):
-        self.result.result()
-
-    def reopen(self):
-        self.open({})
-
-    def restore(self, state):
-        step = self.newest()
-        copy_into(state, self.manager.load(self.path(step), dict(state)))
-        return step
-
-
-class DLRover(Engine):
-    name = "dlrover flash checkpoint"
-    needs = "dlrover"
-    environment = {
-        "ROLE_NAME": "dlrover-trainer", "TORCHELASTIC_RUN_ID": "bench", "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1",
-        "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "0", "GROUP_RANK": "0",
-    }  # fmt: skip
-    side = [
-        sys.executable, "-c",
-        (
-            "import time\nfrom dlrover.python.elastic_agent.torch.ckpt_saver import AsyncCheckpointSaver\n"
-            "AsyncCheckpointSaver.start_async_saving_ckpt()\ntime.sleep(3600)"
-        ),
-    ]  # fmt: skip
-
-    def open(self, _state):
-        from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer
-
-        self.engine = DdpCheckpointer(self.folder)
-
-    def save(self, state, step):
-        from dlrover.trainer.torch.flash_checkpoint.ddp import StorageType
-
-        self.step = step
-        self.engine.save_checkpoint(step, state, f"{self.folder}/{step}/rank_0.pt", storage_type=StorageType.DISK)
-
-    def done(self):
-        try:
-            return int(Path(self.folder, "dlrover_latest.txt").read_text()) >= self.step
-        except (OSError, ValueError):
-            return False
-
-    def wait(self):
-        while not self.done():
-            time.sleep(0.01)
-
-    def reopen(self):
-        self.open({})
-
-    def restore(self, state):
-        found = self.engine.load_checkpoint()
-        copy_into(state, found)
-        return int(found["step"])
-
-
-ALL = [Floor, OursMemory, Ours, TorchSave, TorchSaveMmap, Safetensors, DcpAsync, DcpReused, TorchCheckpointing, DLRover]
-QUICK = [Floor, OursMemory, Ours, DcpAsync, TorchSave]

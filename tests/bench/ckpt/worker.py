@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import os
 import sys
 import time
@@ -9,102 +10,62 @@ import warnings
 
 warnings.filterwarnings("ignore")
 
+from tests.bench.ckpt import measure  # noqa: E402 - the filter stands before everything that warns
+from tests.bench.ckpt.state import Work, make, size, stamp, wrong  # noqa: E402
 
-def descendants(pid):
-    found = []
-    try:
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{task}/children") as file:
-                for child in map(int, file.read().split()):
-                    found += [child, *descendants(child)]
-    except OSError:
-        pass
-    return found
-
-
-def cpu_of(pids):
-    total = 0.0
-    for pid in pids:
-        try:
-            with open(f"/proc/{pid}/stat") as file:
-                fields = file.read().rsplit(")", 1)[1].split()
-            total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        except OSError:
-            pass
-    return total
-
-
-def others_cpu(side):
-    """CPU seconds of children, their children, and the side process."""
-    pids = descendants(os.getpid()) + ([side, *descendants(side)] if side else [])
-    times = os.times()
-    return cpu_of(pids) + times.children_user + times.children_system
-
-
-def pss(pids):
-    total = 0
-    for pid in pids:
-        try:
-            with open(f"/proc/{pid}/smaps_rollup") as file:
-                total += next(int(line.split()[1]) for line in file if line.startswith("Pss:")) * 1024
-        except OSError:
-            pass
-    return total
-
-
-def fsync_tree(folder):
-    for root, _, files in os.walk(folder):
-        for name in files:
-            fd = os.open(os.path.join(root, name), os.O_RDONLY)
-            os.fsync(fd)
-            os.close(fd)
+now = time.perf_counter
 
 
 def save(engine, state, options):
-    from tests.bench.ckpt.state import Work, size, stamp
-
-    before = pss([os.getpid()])
-    started = time.perf_counter()
+    before = measure.memory_bytes(measure.everyone(0)[:1])
+    started = now()
     engine.open(state)
-    figures = {"open_seconds": time.perf_counter() - started, "bytes": size(state), "saves": []}
+    figures = {"open_seconds": now() - started, "bytes": size(state), "saves": []}
     work = Work()
-    until = time.perf_counter() + 0.5
-    idle = work.rate(lambda: time.perf_counter() > until)
+    until = now() + 0.5
+    idle = work.rate(lambda: now() > until)
     for step in range(1, options.saves + 1):
         stamp(state, step)
-        others, cpu, started = others_cpu(options.side), time.process_time(), time.perf_counter()
+        figures["saves"].append(one_save(engine, state, step, idle, work, options))
+    step = options.saves + 1
+    stamp(state, step)
+    with measure.peak_memory(options.side, engine.unmapped) as peak:
         engine.save(state, step)
-        stall, stall_cpu = time.perf_counter() - started, time.process_time() - cpu
-        mine = time.thread_time()
-        stamp(state, step + 1000)  # the trainer goes on at once: a torn snapshot shows in the restore
-        beside = None if engine.done() else work.rate(engine.done)
+        stamp(state, step + 1000)
         engine.wait()
-        complete = time.perf_counter() - started
-        total = time.process_time() - cpu - (time.thread_time() - mine) + others_cpu(options.side) - others
-        if engine.durable:
-            fsync_tree(options.folder)
-        durable = time.perf_counter() - started
-        engine.trim(step)
-        figures["saves"].append(
-            {
-                "stall": stall, "stall_cpu": stall_cpu, "save_cpu": total, "complete": complete, "durable": durable,
-                "slowdown": None if beside is None else 1 - beside / idle,
-            }
-        )  # fmt: skip
-    everyone = [os.getpid(), *descendants(os.getpid())]
-    figures["extra_memory"] = (pss(everyone) - before) / figures["bytes"]
-    return figures
+    if engine.durable:
+        measure.sync_tree(options.folder)
+    return {**figures, "extra_memory": (peak[0] - before) / figures["bytes"], "last": step}
+
+
+def one_save(engine, state, step, idle, work, options):
+    others, cpu, started = measure.others_cpu_seconds(options.side), time.process_time(), now()
+    engine.save(state, step)
+    stall, stall_cpu = now() - started, time.process_time() - cpu
+    mine = time.thread_time()
+    stamp(state, step + 1000)  # the trainer goes on at once: a torn snapshot shows in the restore
+    beside = None if engine.done() else work.rate(engine.done)
+    engine.wait()
+    complete = now() - started
+    here = time.process_time() - cpu - (time.thread_time() - mine)
+    if engine.durable:
+        measure.sync_tree(options.folder)
+    durable = now() - started
+    engine.trim(step)
+    return {
+        "stall": stall, "stall_cpu": stall_cpu, "save_cpu": here + measure.others_cpu_seconds(options.side) - others,
+        "complete": complete, "durable": durable if engine.durable else None,
+        "slowdown": None if beside is None else 1 - beside / idle,
+    }  # fmt: skip
 
 
 def restore(engine, state):
-    from tests.bench.ckpt.state import stamp, wrong
-
     stamp(state, -1)  # all pages are there: the new trainer has built its model
     engine.reopen()
-    cpu, started = time.process_time(), time.perf_counter()
-    step = engine.restore(state)
-    figures = {"restore": time.perf_counter() - started, "restore_cpu": time.process_time() - cpu}
-    return {**figures, "step": step, "wrong": wrong(state, int(step))}
+    cpu, started = time.process_time(), now()
+    step = int(engine.restore(state))
+    figures = {"restore": now() - started, "restore_cpu": time.process_time() - cpu}
+    return {**figures, "step": step, "wrong": wrong(state, step)}
 
 
 def main():
@@ -117,16 +78,19 @@ def main():
     parser.add_argument("--saves", type=int, default=3)
     parser.add_argument("--side", type=int, default=0)
     options = parser.parse_args()
-    import logging
-
     import torch
 
-    from tests.bench.ckpt import engines
-    from tests.bench.ckpt.state import make
+    from tests.bench.ckpt.registry import BY_NAME
 
     logging.disable(logging.INFO)
     torch.set_num_threads(1)
-    engine = getattr(engines, options.engine)(options.folder)
+    kind = BY_NAME[options.engine]
+    if kind.group:
+        import torch.distributed as dist
+
+        store = dist.FileStore(f"{options.out}.store-{options.mode}", 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    engine = kind(options.folder)
     state = make(int(options.gib * 2**30))
     figures = save(engine, state, options) if options.mode == "save" else restore(engine, state)
     with open(options.out, "w") as file:

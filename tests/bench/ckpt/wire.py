@@ -1,4 +1,4 @@
-"""Restoring out of another process's memory over loopback, beside the bare socket. `python -m tests.bench.ckpt.peer give|take GIB OUT [PORTS]`."""
+"""Restoring out of another process's memory over loopback, beside the bare socket. `python -m tests.bench.ckpt.wire give|take GIB OUT [PORTS]`."""
 
 import json
 import socket
@@ -13,15 +13,19 @@ from easyckpt import Checkpointer, shm
 from easyckpt.shardserver import Peer, ShardServer
 from tests.bench.ckpt.state import make, stamp, tensors, wrong
 
-FOLDER = Path("/dev/shm/easyckpt-bench-peer")
+FOLDER = Path("/dev/shm/easyckpt-bench-wire")
+STEP, ROUNDS = 7, 4
+RECEIVE_BYTES = 16 << 20
+
+now = time.perf_counter
 
 
 def give(gib):
-    """Saves step 7, serves it, and serves the same bytes bare on a second port; prints both ports."""
+    """Saves a step, serves it, and serves the same bytes bare on a second port; prints both ports and the length."""
     state = make(int(gib * 2**30))
-    stamp(state, 7)
+    stamp(state, STEP)
     engine = Checkpointer(None, folder=FOLDER, mode="copy", slots=1, on_event=lambda _event: None)
-    engine.save(7, state)
+    engine.save(STEP, state)
     engine.wait()
     server = ShardServer(FOLDER)
     (segment,) = shm.scan(FOLDER)
@@ -39,6 +43,25 @@ def give(gib):
     sys.stdin.readline()
 
 
+def receive(port, buffer):
+    """The bare socket."""
+    started = now()
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        view, done = memoryview(buffer), 0
+        while done < len(view):
+            done += connection.recv_into(view[done : done + RECEIVE_BYTES])
+    return now() - started
+
+
+def copy_out(buffer, state):
+    """The floor: one copy_ per tensor out of memory that is there."""
+    started, at = now(), 0
+    for _, tensor in tensors(state):
+        tensor.copy_(torch.frombuffer(buffer, dtype=tensor.dtype, count=tensor.numel(), offset=at).view(tensor.shape))
+        at += -(-tensor.nbytes // 8) * 8
+    return now() - started
+
+
 def take(gib, out, port, bare_port, nbytes):
     torch.set_num_threads(1)
     state = make(int(gib * 2**30))
@@ -47,35 +70,14 @@ def take(gib, out, port, bare_port, nbytes):
     engine = Checkpointer(
         None, folder=f"{FOLDER}-here", member="new", peers=[Peer(("127.0.0.1", port))], on_event=lambda _event: None
     )
-    for _ in range(3):
-        started = time.perf_counter()
-        with socket.create_connection(("127.0.0.1", bare_port)) as connection:
-            view, done = memoryview(buffer), 0
-            while done < nbytes:
-                done += connection.recv_into(view[done:])
-        raw = time.perf_counter() - started
-        started = time.perf_counter()
-        at = 0
-        for _, tensor in tensors(state):
-            tensor.copy_(
-                torch.frombuffer(buffer, dtype=tensor.dtype, count=tensor.numel(), offset=at // 8 * 8).view(
-                    tensor.shape
-                )
-            )
-            at += tensor.nbytes
-        floor = time.perf_counter() - started
+    for _ in range(ROUNDS):
+        raw, floor = receive(bare_port, buffer), copy_out(buffer, state)
         stamp(state, -1)
-        started = time.perf_counter()
+        started = now()
         restored = engine.restore(state)
-        ours = time.perf_counter() - started
-        rounds.append(
-            {
-                "raw": raw,
-                "floor": floor,
-                "ours": ours,
-                "wrong": wrong(state, 7) or ("" if restored.tier == "peer" else restored.tier),
-            }
-        )
+        ours = now() - started
+        complaint = wrong(state, STEP) or ("" if restored.tier == "peer" else f"came from {restored.tier}")
+        rounds.append({"raw": raw, "floor": floor, "ours": ours, "wrong": complaint})
     engine.close()
     Path(out).write_text(json.dumps(rounds))
 
