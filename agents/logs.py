@@ -18,13 +18,17 @@ from aimaster.catalogue import Catalogue, XidTable
 from aimaster.catalogue.findings import collect
 from aimaster.catalogue.kept import Kept, keep
 from aimaster.catalogue.scan import LogScan
+from aimaster.catalogue.templates import Piece, new_lines
 from aimaster.telemetry.scrub import MAX_LINE_CHARACTERS, excerpt, scrub
-from aimaster.wire.health import Evidence, Finding, Subject
+from aimaster.wire.health import NEW_LINE, Evidence, Finding, Subject
 from aimaster.wire.ids import MemberId, NodeId
 from aimaster.wire.messages import AgentEvent, Found, MemberExited
 
 MOST_FINDINGS = 50
 """Of one start of a member."""
+EARLIER_BYTES = 1024 * 1024
+END_BYTES = 64 * 1024
+"""Of the earlier starts of a member, and of its last one, when nothing known explains its end."""
 NEWS = ("sign", "announcement")
 """Kinds of statement that are reported at once; facts and progress are not."""
 NEWS_WEIGHT = 50
@@ -155,9 +159,37 @@ class LogWatch:
             signal=number,
             at=at,
             expected=member.ordered.stopping or exit_code == 0,
-            findings=tuple(findings[-MOST_FINDINGS:]),
+            findings=tuple(findings[-MOST_FINDINGS:]) + self._new_lines(log, exit_code, at),
             log_tail=excerpt(log.tail.last_lines()),
         )
+
+    def _new_lines(self, log: _Log, exit_code: int | None, at: float) -> tuple[Finding, ...]:
+        """After a bad end: what this start printed that no sign knows and no earlier start of the member printed."""
+        begin = log.member.ordered.log_offset
+        if not exit_code or not begin:
+            return ()
+        path = log.member.folder / "output.log"
+        try:
+            with path.open("rb") as file:
+                file.seek(max(0, begin - EARLIER_BYTES))
+                before = file.read(begin - file.tell()).splitlines()
+                file.seek(max(begin, path.stat().st_size - END_BYTES))
+                start, end = file.tell(), file.read(END_BYTES)
+        except OSError:
+            return ()
+        now = []
+        for line in end.splitlines(keepends=True):
+            if not self._catalogue.match(line.rstrip()):
+                now.append((start, line))
+            start += len(line)
+        piece = Piece(self._node, f"members/{log.member.name}/output.log", before, now)
+        return tuple(
+            Finding(
+                sign=NEW_LINE, category="unknown", role="benign", kind="fact", severity="info", weight=0,
+                subject=Subject(node=self._node), node=self._node, time_seconds=at, evidence=(line,),
+            )
+            for line in new_lines([piece])
+        )  # fmt: skip
 
     def _findings(self, log: _Log, now: float, *, final: bool = False) -> list[Finding]:
         """What the log says so far, each about this member."""

@@ -13,7 +13,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from aimaster.brain import wording
-from aimaster.wire.health import REFUSED, Culprit, Evidence, Finding, Verdict, category, read_refusal
+from aimaster.wire.health import NEW_LINE, REFUSED, Culprit, Evidence, Finding, Verdict, category, read_refusal
 
 _NAMES: Final = {
     1: "SIGHUP",
@@ -79,7 +79,8 @@ def from_exit(
     """
     code, number = _normal(exit_code, signal)
     culprit = Culprit(node=node, rank=rank, pid=pid)
-    found = [one for one in at_the_end(log_findings, now) if one.kind == "sign" and one.role != "benign"]
+    heard = at_the_end(log_findings, now)
+    found = [one for one in heard if one.kind == "sign" and one.role != "benign"]
     own = [one for one in found if one.role == "self" and one.weight >= 20 and one.category != "process.killed"]
     trace = _last_traceback(log_tail)
     plain = _plain_end(member, culprit, code, number, own, log_tail, now)
@@ -99,7 +100,10 @@ def from_exit(
         return _said(member, culprit, best, code, number, now, found)
     if number in CRASHES:
         return _verdict("app.segfault", culprit, 0.75, f"{member} was ended by {_name(number)}", best, now)
-    return _echo_or_killed(member, culprit, code, number, found, log_tail, now)
+    verdict = _echo_or_killed(member, culprit, code, number, found, log_tail, now)
+    if verdict.category != "unknown":
+        return verdict
+    return replace(verdict, candidates=tuple(line for one in heard if one.sign == NEW_LINE for line in one.evidence))
 
 
 def _plain_end(

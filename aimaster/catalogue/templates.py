@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from aimaster.telemetry.scrub import scrub
-from aimaster.wire.health import Evidence
+from aimaster.wire.health import NEW_LINE, Evidence
 
 MOST: Final = 10
 """Lines that are offered."""
@@ -118,4 +118,4 @@ def new_lines(pieces: Iterable[Piece]) -> list[Evidence]:
 
 def _evidence(piece: Piece, offset: int, line: bytes) -> Evidence:
     text = scrub(line[:500].decode(errors="replace").strip())
-    return Evidence(node=piece.node, file=piece.file, offset=offset, text=text, role="benign", sign="new")
+    return Evidence(node=piece.node, file=piece.file, offset=offset, text=text, role="benign", sign=NEW_LINE)

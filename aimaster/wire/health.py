@@ -21,6 +21,8 @@ Scalar = bool | int | float | str | None
 
 REFUSED: Final = 78
 """Exit code of a member that will not run however often it is started; the last line of its log is then a `refusal`. (EX_CONFIG of sysexits.)"""
+NEW_LINE: Final = "new"
+"""Sign of a line that no sign knows and that no earlier attempt printed: a candidate for a reader, never more."""
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 ACTIONS: Final[tuple[Action, ...]] = get_args(Action)
 FAULTS: Final[tuple[FaultOf, ...]] = get_args(FaultOf)

@@ -4,6 +4,7 @@ import pytest
 from agents.logs import LogWatch
 from agents.member import Member, Ordered
 from aimaster import catalogue
+from aimaster.brain.diagnose import from_exit
 from aimaster.catalogue.scan import LogScan
 from aimaster.wire.messages import Found
 from aimaster.wire.topology import MemberSpec
@@ -45,6 +46,21 @@ async def test_only_this_start_is_judged(member, signs):
     finding = told[0].finding
     assert (finding.category, finding.evidence[0].offset) == ("gpu.lost", 2 * len(XID) + len("step 1\n"))
     assert finding.id.startswith("node-0:policy-0:2:")
+
+
+async def test_an_unknown_end_offers_what_no_earlier_start_printed(member, signs):
+    """Of two alarming lines that no sign knows, the one that the first start printed too is not offered; the verdict evicts nobody."""
+    first = "ERROR cache: failed to prefetch shard 3, using the slow path\n"
+    write(member, first * 2)
+    member.ordered = msgspec.structs.replace(member.ordered, log_offset=2 * len(first))
+    write(member, first.replace("3", "77") + "FATAL frobnicator: oscillator 7 lost its phase\n")
+    event = LogWatch("node-0", signs, lambda *_: None).exit_report(member, 7, None, 5.0)
+    verdict = from_exit(
+        "policy-0", "node-0", 0, 12, 7, None, event.findings, log_tail="\n".join(event.log_tail), now=5.0
+    )
+    assert (verdict.category, verdict.action) == ("unknown", "restart_process")
+    assert [line.text for line in verdict.candidates] == ["FATAL frobnicator: oscillator 7 lost its phase"]
+    assert verdict.candidates[0].offset == 3 * len(first) + 1
 
 
 async def test_an_end_carries_the_traceback(member, signs):
