@@ -9,8 +9,8 @@ before it runs), exit.json (how it ended). A member that is found dead at adopti
 import asyncio
 import contextlib
 import errno
-import importlib.util
 import os
+import py_compile
 import signal
 import subprocess
 import sys
@@ -37,9 +37,6 @@ START_SECONDS = 20.0
 """From the shim's start to pid.json; a machine under load takes long to start an interpreter."""
 KILLED = 128 + signal.SIGKILL
 """Exit code of a shell whose command was killed."""
-_COMPILED = importlib.util.cache_from_source(shim.__file__)
-SHIM = _COMPILED if os.path.exists(_COMPILED) else shim.__file__
-"""Already compiled where that could be kept: to compile it takes a megabyte, and there is a shim for each member."""
 _POLL_SECONDS = 0.003
 log = structlog.get_logger()
 
@@ -85,6 +82,7 @@ class Trainer:
         self._spawn = spawn
         self._shims: set[int] = set()
         self._closed = ""
+        self._compiled = False
 
     def refuse(self, reason: str) -> None:
         """Start nothing any more."""
@@ -153,7 +151,7 @@ class Trainer:
             sys.executable,
             "-I",
             "-S",
-            SHIM,
+            self._shim_program(),
             str(member.folder),
             str(self._folder / "agent.pid.json"),
             front,
@@ -173,6 +171,17 @@ class Trainer:
         descriptor = os.pidfd_open(process.pid)
         self._shims.add(descriptor)
         asyncio.get_running_loop().add_reader(descriptor, self._reap, descriptor, process)
+
+    def _shim_program(self) -> str:
+        """The shim, compiled once into the node's folder: compiling it takes a megabyte, and there is a shim for each member."""
+        compiled = self._folder / "shim.pyc"
+        if not (self._compiled and compiled.exists()):
+            try:
+                py_compile.compile(shim.__file__, cfile=str(compiled), doraise=True)
+            except (OSError, py_compile.PyCompileError):  # a full disk
+                return shim.__file__
+            self._compiled = True
+        return str(compiled)
 
     def _reap(self, descriptor: int, process: "subprocess.Popen[bytes]") -> None:
         asyncio.get_running_loop().remove_reader(descriptor)
@@ -390,6 +399,6 @@ def _shim_gone(member: Member) -> bool:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             words = path.read_bytes().split(b"\0")
-            if mark in words and not {os.fsencode(SHIM), os.fsencode(shim.__file__)}.isdisjoint(words):
+            if mark in words and any(os.path.basename(word).startswith(b"shim.py") for word in words):
                 return False
     return True
