@@ -74,6 +74,22 @@ class Arrivals:
             raise
         say(connection, Answer(nbytes=request.nbytes))
 
+    def drop(self, file_name: str) -> list[str]:
+        """Removes the sealed copies of one rank that are held here, those that somebody reads excepted; returns their names."""
+        name = layout.parse_name(file_name)
+        if name is None:
+            raise Foreign(f"{file_name!r} is not the name of a segment; nothing is dropped")
+        held = shm.pinned_names(self._folder)
+        dropped = []
+        for slot in range(PEER_SLOTS):
+            copy = str(msgspec.structs.replace(name, slot=slot, peer=True))
+            # One that is arriving is not sealed, and belongs to who sends it.
+            if copy not in held and shm.peek(self._folder / copy) is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    (self._folder / copy).unlink()
+                    dropped.append(copy)
+        return dropped
+
     def close(self) -> None:
         """Drops what is not whole. Call it when no connection is open any more."""
         with self._changed:

@@ -23,6 +23,7 @@ import msgspec
 
 from easyckpt import agreement, gate, shm, snapshot, sources
 from easyckpt.agreement import Agreement
+from easyckpt.copier import Copier
 from easyckpt.errors import EasyckptError, NotReady, SaveFailed, StorageError
 from easyckpt.events import Event, Events, Kind, Listener
 from easyckpt.interval import Interval, Pace
@@ -31,6 +32,7 @@ from easyckpt.lineage import History, advance, begin
 from easyckpt.restore import Restored, Restorer
 from easyckpt.saver import Saver
 from easyckpt.shardserver import Peer
+from easyckpt.shardwire import Bandwidth
 from easyckpt.sidecar import Settings, Sidecar
 from easyckpt.sources import Candidate
 from easyckpt.storage import open_storage
@@ -73,11 +75,14 @@ class Checkpointer:
         on_event: Listener | None = None,
         ranks_agree: Agreement | None = None,
         peers: Sequence[Peer] = (),
+        copies: int = 0,
+        copy_bytes_per_second: float | None = None,
     ) -> None:
         """`storage`: a folder for durable checkpoints. `folder`: of the segments; with `on_sealed` an agent flushes them, else a helper does.
 
         `slots=1` halves the memory; a kill in the middle of a save then loses the copy in memory. `keep`, `keep_every`: what stays on storage.
-        `peers`: shard servers on other nodes to restore from as well. `flush_every`: every so many saves, None (only at the end), or "auto":
+        `peers`: shard servers on other nodes to restore from as well, and the first `copies` of them that answer hold a copy of the newest step,
+        all copies together under a cap where one is given. `flush_every`: every so many saves, None (only at the end), or "auto":
         as often as step and flush times advise.
         """
         _check_arguments(member, role, rank, ranks, slots, keep, flush_every)
@@ -88,6 +93,7 @@ class Checkpointer:
         )
         self._agreement = ranks_agree
         self._peers = tuple(peers)
+        cap = Bandwidth(copy_bytes_per_second) if copy_bytes_per_second else None
         self._flush_every = flush_every
         self._on_sealed = on_sealed
         self.events = Events(on_event)
@@ -114,6 +120,7 @@ class Checkpointer:
             on_sealed=self._after_seal,
             on_failed=self._fail,
         )
+        self._copier = Copier(peers, copies=copies, events=self.events, bandwidth=cap) if copies else None
         # One flusher for all ranks; under an agent there is none here.
         flushes = storage if on_sealed is None and rank == 0 else None
         self._sidecar = self._make_sidecar(flushes, keep, keep_every) if flushes is not None else None
@@ -214,8 +221,13 @@ class Checkpointer:
             self._saver.settle(CLOSE_SECONDS)
         self._saver.close(CLOSE_SECONDS)
         shm.unpin(self._writer)
-        if self._sidecar is not None and not self._sidecar.close(CLOSE_SECONDS):
+        flushed = self._sidecar is not None and self._sidecar.close(CLOSE_SECONDS)
+        if self._sidecar is not None and not flushed:
             self._emit("housekeeping_failed", self._wanted, text=f"the flush goes on in process {self._sidecar.pid}")
+        if self._copier is not None:
+            # Copies of what is on storage are as little needed as the memory here.
+            every = [str(SegmentName(member=self.member, rank=rank, slot=0)) for rank in range(self.ranks)]
+            self._copier.close(CLOSE_SECONDS, take_back=every if flushed and self._failure is None else ())
         self._raise_failure()
 
     # --------------------------------------------------------------------------------------------------------- restore
@@ -314,6 +326,8 @@ class Checkpointer:
                 self._wanted = header.version
                 self._unflushed.append(header.version)
             self._wake_sidecar()
+        if self._copier is not None:
+            self._copier.sealed(path, header)
         if self._on_sealed is not None:
             self._on_sealed(path, header)
 

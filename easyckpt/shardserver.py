@@ -1,7 +1,7 @@
 """Segments over plain sockets and threads, at wire speed: give a peer a copy, take one, or restore straight out of a peer's memory.
 
 Verbs: `list` (names of sealed segments), `open` + `range` (read a pinned segment), `put` (send a segment; after a cut it goes on where the
-receiver is). Loopback by default; anything wider needs a token, which is compared in constant time. Every wait has a deadline, the number
+receiver is), `drop` (take copies back). Loopback by default; anything wider needs a token, which is compared in constant time. Every wait has a deadline, the number
 of connections a bound. The receiver proves every byte before it seals.
 """
 
@@ -118,6 +118,8 @@ class ShardServer:
                 opened.send_range(connection, request.at, request.nbytes)
             elif request.verb == "put":
                 self._arrivals.take(connection, lines, request)
+            elif request.verb == "drop":
+                say(connection, Answer(names=tuple(self._arrivals.drop(request.name))))
             else:
                 say(connection, Answer(error=f"cannot {request.verb!r} {request.name!r}"))
         except (EasyckptError, FileNotFoundError) as error:
@@ -165,6 +167,11 @@ class Peer:
                     if not sending.may_go_on(time.monotonic(), patience_seconds):
                         raise
                 time.sleep(AGAIN_SECONDS)
+
+    def drop(self, name: str) -> list[str]:
+        """Takes back the copies held there of the segments of which `name` is one; returns their names."""
+        with self._connect() as connection:
+            return list(self._ask(connection, Lines(connection), Request(verb="drop", name=name)).names)
 
     def pull(self, name: str, folder: Path) -> Segment:
         """Takes a copy of a segment into a folder."""

@@ -17,7 +17,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a client asks for."""
 
     verb: str
-    """list, open, range or put."""
+    """list, open, range, put or drop."""
     token: str = ""
     """Shared secret; empty on loopback."""
     name: str = ""
