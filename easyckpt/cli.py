@@ -24,7 +24,7 @@ JSON = click.option("--json", "as_json", is_flag=True, help="One JSON document i
 
 @click.group(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 def cli() -> None:
-    """Look at checkpoints and segments. TARGET is a storage folder, one checkpoint in it, a segment folder, or a segment file."""
+    """Look at checkpoints and segments. TARGET is a storage (folder or URL), one checkpoint in it, a segment folder, or a segment file."""
 
 
 @cli.command("ls", epilog=EPILOG)
@@ -115,7 +115,9 @@ def diff(a: str, b: str, step_a: int | None, step_b: int | None, tolerance: floa
     from easyckpt.adapters.compare import compare
 
     found_a, found_b = _look(a), _look(b)
-    rows = compare(found_a, _one(found_a, step_a), found_b, _one(found_b, step_b))
+    one_a, one_b = _one(found_a, step_a), _one(found_b, step_b)
+    with _progress(one_a.nbytes + one_b.nbytes, "comparing") as advance:
+        rows = compare(found_a, one_a, found_b, one_b, advance)
     rows = [row for row in rows if row["difference"] is None or row["difference"] > tolerance]
     _print(rows, as_json=as_json)
     sys.exit(int(bool(rows)))
@@ -140,8 +142,9 @@ def export(target: str, out: Path, kind: str, prefix: str | None, config_from: P
         raise click.UsageError(f"{out} is there already: name a new place")
     found = _look(target)
     path = prefix if prefix is not None else "model" if kind == "hf" else ""
-    with _told():
-        state = interchange.subtree(interchange.load_whole(found, found.one(step), only=[path] if path else None), path)
+    with _told(), _progress(_bytes_below(found, found.one(step), path), "reading") as advance:
+        whole = interchange.load_whole(found, found.one(step), only=[path] if path else None, advance=advance)
+        state = interchange.subtree(whole, path)
         if kind == "hf":
             interchange.export_huggingface(state, out, config_from=config_from)
         elif kind == "dcp":
@@ -167,8 +170,11 @@ def import_(source: Path, storage: str, kind: str, step: int, role: str, member:
     from easyckpt.adapters import interchange
     from easyckpt.engine import Checkpointer
 
-    with _told(), tempfile.TemporaryDirectory(dir=Path(storage).absolute().parent) as folder:
-        state = interchange.import_huggingface(source) if kind == "hf" else interchange.import_dcp(source)
+    files = [source] if source.is_file() else [path for path in source.rglob("*") if path.is_file()]
+    read = interchange.import_huggingface if kind == "hf" else interchange.import_dcp
+    with _told(), tempfile.TemporaryDirectory(dir=_beside(storage)) as folder:
+        with _progress(sum(file.stat().st_size for file in files), "reading") as advance:
+            state = read(source, advance)
         engine = Checkpointer(storage, folder=folder, role=role, member=member, mode="copy", slots=1, keep=1_000_000)
         engine.save(step, state)
         engine.close()
@@ -219,6 +225,19 @@ def _look(target: str) -> Target:
 def _one(found: Target, step: int | None) -> Candidate:
     with _told():
         return found.one(step)
+
+
+def _beside(storage: str) -> Path | None:
+    """Where a segment as large as the checkpoint may lie for a while: on the storage's own disk, if it has one here."""
+    return None if "://" in storage else next(one for one in Path(storage).absolute().parents if one.is_dir())
+
+
+def _bytes_below(found: Target, candidate: Candidate, path: str) -> int:
+    """Of the tensors in one part of a snapshot."""
+    from easyckpt.target import headers
+
+    entries = (entry for header in headers(found, candidate) for entry in header.tensors if not entry.alias_of)
+    return sum(entry.nbytes for entry in entries if not path or f"{entry.name}/".startswith(f"{path}/"))
 
 
 def _prove(found: Target, source: Any) -> str:

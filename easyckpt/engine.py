@@ -24,7 +24,7 @@ import msgspec
 from easyckpt import agreement, gate, shm, snapshot, sources
 from easyckpt.agreement import Agreement
 from easyckpt.copier import Copier
-from easyckpt.errors import EasyckptError, NotReady, SaveFailed, StorageError
+from easyckpt.errors import EasyckptError, NotReady, Refused, SaveFailed, StorageError
 from easyckpt.events import Event, Events, Kind, Listener
 from easyckpt.interval import Interval, Pace
 from easyckpt.layout import SegmentHeader, SegmentName, Version
@@ -36,6 +36,7 @@ from easyckpt.shardwire import Bandwidth
 from easyckpt.sidecar import Settings, Sidecar
 from easyckpt.sources import Candidate
 from easyckpt.storage import open_storage
+from easyckpt.writeprotect import Shield
 
 WAIT_SECONDS = 600.0
 CLOSE_SECONDS = 300.0
@@ -57,6 +58,15 @@ class Sealed(msgspec.Struct, frozen=True, kw_only=True):
 class Checkpointer:
     """Saves and restores one rank of one member."""
 
+    _failure: BaseException | None = None
+    _newest: Sealed | None = None
+    _flushed: Version | None = None
+    _wanted: Version | None = None
+    _captured: snapshot.Capture | None = None
+    _last_marked: int | None = None
+    _saves = 0
+    _closed = False
+
     def __init__(
         self,
         storage: str | os.PathLike[str] | None = None,
@@ -70,7 +80,7 @@ class Checkpointer:
         flush_every: int | Literal["auto"] | None = 1,
         keep: int = 3,
         keep_every: int | None = None,
-        mode: Literal["overlap", "copy"] = "overlap",
+        mode: Literal["overlap", "copy", "protect"] = "overlap",
         on_sealed: Callable[[Path, SegmentHeader], None] | None = None,
         on_event: Listener | None = None,
         ranks_agree: Agreement | None = None,
@@ -80,6 +90,9 @@ class Checkpointer:
     ) -> None:
         """`storage`: a folder for durable checkpoints. `folder`: of the segments; with `on_sealed` an agent flushes them, else a helper does.
 
+        `mode`: what large tensors wait for. "overlap": a copy beside training, which an optimizer's step waits for; other changes need `ready`.
+        "copy": `save` returns when all is copied. "protect": `save` returns at once and everything may change, by write protection where the
+        kernel allows it, else as "copy", which is told (`protect_refused`).
         `slots=1` halves the memory; a kill in the middle of a save then loses the copy in memory. `keep`, `keep_every`: what stays on storage.
         `peers`: shard servers on other nodes to restore from as well, and the first `copies` of them that answer hold a copy of the newest step,
         all copies together under a cap where one is given. `flush_every`: every so many saves, None (only at the end), or "auto":
@@ -99,27 +112,10 @@ class Checkpointer:
         self.events = Events(on_event)
         self._writer = shm.claim_writer(self.folder, f"{member}.r{rank}")
         self._changed = threading.Condition()
-        self._failure: BaseException | None = None
-        self._newest: Sealed | None = None
-        self._flushed: Version | None = None
-        self._wanted: Version | None = None
         self._unflushed: list[Version] = []
         self._history = History()
-        self._captured: snapshot.Capture | None = None
         self._pace = Pace(time.monotonic())
-        self._last_marked: int | None = None
-        self._saves = 0
-        self._closed = False
-        self._saver = Saver(
-            self.folder,
-            SegmentName(member=member, rank=rank, slot=0),
-            ranks=ranks,
-            slots=slots,
-            overlap=mode == "overlap",
-            events=self.events,
-            on_sealed=self._after_seal,
-            on_failed=self._fail,
-        )
+        self._saver = self._make_saver(slots, mode)
         self._copier = Copier(peers, copies=copies, events=self.events, bandwidth=cap) if copies else None
         # One flusher for all ranks; under an agent there is none here.
         flushes = storage if on_sealed is None and rank == 0 else None
@@ -178,7 +174,8 @@ class Checkpointer:
         """Takes and touches the memory for snapshots like `state` now, so that the first save costs no more than later ones. Raises NoRoom."""
         self._must_be_open()
         self._saver.settle(WAIT_SECONDS)
-        self._saver.prepare(self._header(History(step=0), snapshot.capture(state)))
+        captured = snapshot.capture(state)
+        self._saver.prepare(self._header(History(step=0), captured), captured.leaves)
 
     @property
     def newest(self) -> Sealed | None:
@@ -282,6 +279,30 @@ class Checkpointer:
         return None if restored is None else (restored, holder)
 
     # ---------------------------------------------------------------------------------------------------- inside a save
+
+    def _make_saver(self, slots: int, mode: Literal["overlap", "copy", "protect"]) -> Saver:
+        if slots == 1:
+            text = "slots=1: while a save overwrites the only slot, memory holds no copy; a kill then leaves the one before on a peer or storage"
+            self._emit("save_exposed", None, text=text)
+        shield = self._open_shield() if mode == "protect" else None
+        return Saver(
+            self.folder,
+            SegmentName(member=self.member, rank=self.rank, slot=0),
+            ranks=self.ranks,
+            slots=slots,
+            overlap=mode == "overlap" or shield is not None,
+            shield=shield,
+            events=self.events,
+            on_sealed=self._after_seal,
+            on_failed=self._fail,
+        )
+
+    def _open_shield(self) -> Shield | None:
+        try:
+            return Shield(lambda text: self._emit("protect_refused", None, text=text))
+        except Refused as error:
+            self._emit("protect_refused", None, text=f"{error}; every save copies at once instead")
+            return None
 
     def _header(
         self, history: History, captured: snapshot.Capture, *, epoch: int = 0, chain: str = "", flush: bool = False

@@ -249,11 +249,13 @@ def fill(shards: Sequence[OpenShard], state: Any, *, strict: bool = True, only: 
     return read_bytes
 
 
-def build(shards: Sequence[OpenShard], *, only: Collection[str] | None = None) -> Any:
+def build(
+    shards: Sequence[OpenShard], *, only: Collection[str] | None = None, advance: reader.Advance | None = None
+) -> Any:
     """The whole snapshot as a new state of dicts, lists and CPU tensors, sharded ones made whole."""
     plan = Plan(shards, strict=True, only=only, whole=True)
     state = plan.of({}, tree.merge([shard.header.extra for shard in shards]))
-    reader.read_all(plan.fills)
+    reader.read_all(plan.fills, advance)
     plan.finish()
     return state
 

@@ -7,7 +7,7 @@ pieced together from shards cut another way: only the parts (16 MiB) that hold n
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -63,15 +63,19 @@ def box_of(entry: TensorEntry) -> Box:
     return Box(offsets=entry.global_offsets or (0,) * len(entry.shape), shape=entry.shape)
 
 
-def read_all(fills: Sequence[Fill]) -> int:
+Advance = Callable[[int], None]
+"""Hears of bytes as they are done, from any thread."""
+
+
+def read_all(fills: Sequence[Fill], advance: Advance | None = None) -> int:
     """The bytes that were read. Raises Corrupt, Torn or StorageError; the targets may be half filled then. A tensor asked for twice is read once."""
     unique = list({(_key(fill), fill.target.data_ptr(), fill.target.stride()): fill for fill in fills}.values())
     unique.sort(key=lambda fill: -fill.nbytes)
     threads = min(THREADS, len(os.sched_getaffinity(0)), len(unique))
     if threads <= 1:
-        return _read_lot(unique)
+        return _read_lot(unique, advance)
     with ThreadPoolExecutor(threads, thread_name_prefix="easyckpt-restore") as pool:
-        lots = [pool.submit(_read_lot, unique[start::threads]) for start in range(threads)]
+        lots = [pool.submit(_read_lot, unique[start::threads], advance) for start in range(threads)]
         return sum(lot.result() for lot in lots)
 
 
@@ -79,7 +83,7 @@ def _key(fill: Fill) -> object:
     return fill.entry.offsets if isinstance(fill, Whole) else tuple(box for _, _, box in fill.pieces)
 
 
-def _read_lot(lot: Sequence[Fill]) -> int:
+def _read_lot(lot: Sequence[Fill], advance: Advance | None) -> int:
     read_bytes = 0
     mapped: dict[int, int] = {}
     """Where the tensor bytes of each shard lie in memory; 0 for one that is read."""
@@ -97,6 +101,8 @@ def _read_lot(lot: Sequence[Fill]) -> int:
                         found, nbytes = _read_block(shard, entry, block)
                         fill.target[block.slices(fill.box)].copy_(found)
                         read_bytes += nbytes
+            if advance is not None:
+                advance(fill.nbytes)
     return read_bytes
 
 

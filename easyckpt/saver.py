@@ -13,7 +13,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -28,6 +28,7 @@ from easyckpt.retain import SlotState
 from easyckpt.shm import Segment
 from easyckpt.slot import Slot
 from easyckpt.snapshot import Capture, Copy, Leaf
+from easyckpt.writeprotect import Shield
 
 PROVED_SAVES = 2
 
@@ -43,6 +44,8 @@ class Job(msgspec.Struct, kw_only=True):
     """What is copied and hashed so far."""
     later: list[Leaf]
     """For the saving thread to copy."""
+    guarded: list[Leaf]
+    """Write-protected, and copied by the helper of the protection."""
     kept: list[Leaf]
     """What the slot still holds from an earlier save: frozen parameters, to be hashed only."""
     expected: dict[str, TensorDigest]
@@ -64,6 +67,7 @@ class Saver:
         ranks: int,
         slots: int,
         overlap: bool,
+        shield: Shield | None = None,
         events: Events,
         on_sealed: Callable[[Path, SegmentHeader], None],
         on_failed: Callable[[BaseException], None],
@@ -72,6 +76,7 @@ class Saver:
         self._name = name
         self._ranks = ranks
         self._overlap = overlap
+        self._shield = shield
         self._events = events
         self._on_sealed = on_sealed
         self._on_failed = on_failed
@@ -89,12 +94,14 @@ class Saver:
 
     # ------------------------------------------------------------------------------------------------ training thread
 
-    def prepare(self, header: SegmentHeader) -> None:
+    def prepare(self, header: SegmentHeader, leaves: Sequence[Leaf] = ()) -> None:
         """Takes and touches the memory for snapshots like this one. Raises NoRoom."""
         if not all(slot.is_touched for slot in self._slots):
             room = layout.room_for(header)
             for slot in self._slots:
                 slot.warm(room, header.data_bytes)
+            if self._shield is not None:
+                self._shield.prepare([slot for slot in self._slots if slot.is_touched], leaves)
 
     def prepare_later(self, header: SegmentHeader) -> None:
         """The same on the saving thread; a save meanwhile waits for it."""
@@ -127,6 +134,12 @@ class Saver:
 
     def begin(self, header: SegmentHeader, slot: Slot, captured: Capture, started: float) -> None:
         now, later, kept = self._split(captured, slot)
+        guarded = self._shield.take(slot, now + later) if self._shield is not None else []
+        if self._shield is not None:
+            # Whatever the protection left may change as soon as this returns.
+            names = {leaf.entry.name for leaf in guarded}
+            now = [leaf for leaf in now + [one for one in later if one.tensor.is_cpu] if leaf.entry.name not in names]
+            later = [leaf for leaf in later if not leaf.tensor.is_cpu]
         devices = {leaf.tensor.device for leaf in now + later if not leaf.address and leaf.tensor.is_cuda}
         if devices and self._overlap:
             # What has to be copied at once is cloned in the order of the training stream, so the host waits for nothing.
@@ -151,6 +164,7 @@ class Saver:
             slot=slot,
             copy=copy,
             later=later,
+            guarded=guarded,
             kept=kept,
             expected=expected,
             copied=copied,
@@ -183,6 +197,8 @@ class Saver:
     def close(self, timeout_seconds: float) -> None:
         self._jobs.put(None, timeout=timeout_seconds)
         self._thread.join(timeout_seconds)
+        if self._shield is not None:
+            self._shield.close()
         for slot in self._slots:
             slot.close()
 
@@ -267,6 +283,9 @@ class Saver:
     def _finish(self, job: Job) -> None:
         job.copy.copy(job.later)
         job.copied.set()
+        if self._shield is not None and job.guarded:
+            self._shield.finish()
+            job.copy.adopt(job.guarded)
         job.copy.keep(job.kept)
         job.copy.hash_rest()
         self._name_moved(job)
@@ -275,6 +294,8 @@ class Saver:
         seconds = time.monotonic() - job.started
         self._tell("save_sealed", header.version, tier="shm", nbytes=header.data_bytes, seconds=seconds)
         self._on_sealed(job.slot.path, header)
+        if self._shield is not None:
+            self._shield.settle(job.guarded)
 
     def _name_moved(self, job: Job) -> None:
         moved = [name for name, digest in job.expected.items() if job.copy.digests[name] != digest]

@@ -1,4 +1,4 @@
-"""What a path on the command line means: a storage, one checkpoint in it, a segment folder, or one segment file. No torch."""
+"""What a path on the command line means: a storage (folder or URL), one checkpoint in it, a segment folder, or one segment file. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from easyckpt.storage import Storage, open_storage
 class Target(msgspec.Struct, frozen=True, kw_only=True):
     """Snapshots that a path leads to."""
 
-    path: Path
+    path: Path | str
     """As given."""
     kind: str
     """storage, checkpoint, memory or segment."""
@@ -38,7 +38,12 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 def look(where: str | os.PathLike[str], role: str | None = None) -> Target:
     """Raises EasyckptError where nothing is."""
-    path = Path(where)
+    text = os.fspath(where)
+    if "://" in text and not text.startswith("file://"):
+        storage = open_storage(text)
+        found = sources.find(None, storage, role=role)
+        return Target(path=text, kind="storage", storage=storage, candidates=tuple(found))
+    path = Path(text.removeprefix("file://"))
     if path.is_file():
         return _segment(path)
     if not path.is_dir():

@@ -7,16 +7,19 @@ from typing import Any
 import torch
 
 from easyckpt.adapters.interchange import load_whole, tensors_of
+from easyckpt.reader import Advance
 from easyckpt.sources import Candidate
 from easyckpt.target import Target, headers
 
 
-def compare(a: Target, one_a: Candidate, b: Target, one_b: Candidate) -> list[dict[str, Any]]:
+def compare(
+    a: Target, one_a: Candidate, b: Target, one_b: Candidate, advance: Advance | None = None
+) -> list[dict[str, Any]]:
     """A row for each tensor: its greatest absolute difference, or None with the reason where there is no number."""
     if _digests(a, one_a) == _digests(b, one_b):
         return []
-    found_a = dict(tensors_of(load_whole(a, one_a)))
-    found_b = dict(tensors_of(load_whole(b, one_b)))
+    found_a = dict(tensors_of(load_whole(a, one_a, advance=advance)))
+    found_b = dict(tensors_of(load_whole(b, one_b, advance=advance)))
     rows = []
     for name in sorted({*found_a, *found_b}):
         difference, why = _difference(found_a.get(name), found_b.get(name))

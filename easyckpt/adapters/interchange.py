@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from easyckpt import fitting, sources
 from easyckpt.errors import EasyckptError, Foreign
+from easyckpt.reader import Advance
 from easyckpt.sources import Candidate
 from easyckpt.target import Target
 
@@ -34,12 +35,14 @@ SHARD_BYTES = 5 << 30
 _INDEX = "model.safetensors.index.json"
 
 
-def load_whole(target: Target, candidate: Candidate, *, only: list[str] | None = None) -> dict[str, Any]:
+def load_whole(
+    target: Target, candidate: Candidate, *, only: list[str] | None = None, advance: Advance | None = None
+) -> dict[str, Any]:
     """A snapshot as a nested state of whole CPU tensors and values."""
     with contextlib.ExitStack() as stack:
         nearest = [candidate.of_rank(rank)[0] for rank in sorted({source.rank for source in candidate.sources})]
         shards = [stack.enter_context(sources.open_source(source, target.storage)) for source in nearest]
-        state = fitting.build(shards, only=only)
+        state = fitting.build(shards, only=only, advance=advance)
     if not isinstance(state, dict):
         raise EasyckptError(f"the snapshot in {target.path} is no dict at its top and cannot be exported")
     return state
@@ -104,7 +107,7 @@ def export_huggingface(state: dict[str, Any], folder: Path, *, config_from: Path
     return [folder / name for name in names]
 
 
-def import_huggingface(folder: Path) -> dict[str, Any]:
+def import_huggingface(folder: Path, advance: Advance | None = None) -> dict[str, Any]:
     """{"model": {name: tensor}} out of a safetensors file or folder."""
     from safetensors.torch import load_file
 
@@ -114,6 +117,8 @@ def import_huggingface(folder: Path) -> dict[str, Any]:
     model: dict[str, torch.Tensor] = {}
     for file in files:
         model.update(load_file(file))
+        if advance is not None:
+            advance(file.stat().st_size)
     return {"model": model}
 
 
@@ -126,7 +131,7 @@ def export_dcp(state: dict[str, Any], folder: Path) -> None:
         save(state, checkpoint_id=folder, no_dist=True)
 
 
-def import_dcp(folder: Path) -> dict[str, Any]:
+def import_dcp(folder: Path, advance: Advance | None = None) -> dict[str, Any]:
     """The nested state of a DCP folder, tensors whole."""
     reader = _Reader(folder)
     metadata = reader.read_metadata()
@@ -138,7 +143,7 @@ def import_dcp(folder: Path) -> dict[str, Any]:
             flat[name] = None
     try:
         with _one_process():
-            load(flat, storage_reader=reader, planner=_Planner(), no_dist=True)
+            load(flat, storage_reader=reader, planner=_Planner(advance), no_dist=True)
     except CheckpointException as error:
         why = "; ".join(str(failure[0]).splitlines()[0] for failure in error.failures.values())
         raise Foreign(
@@ -187,6 +192,15 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
+    def __init__(self, advance: Advance | None) -> None:
+        super().__init__()
+        self._advance = advance
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        super().commit_tensor(read_item, tensor)
+        if self._advance is not None:
+            self._advance(tensor.nbytes)
+
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Objects beside tensors: only those that torch reads without running code."""
         name = read_item.dest_index.fqn

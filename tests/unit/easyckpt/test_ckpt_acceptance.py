@@ -1,9 +1,13 @@
-"""What goes wrong for users of other engines, and must not here. Cases that another file proves are not repeated."""
+"""What goes wrong for users of other engines, and must not here: the cases that no other file proves. test_ckpt_cases names all of them."""
 
+import json
 import os
 import re
 import resource
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,8 +17,11 @@ from torch import nn
 
 import easyckpt
 from easyckpt import Checkpointer, memory, shm
-from easyckpt.errors import NoRoom, SaveFailed
+from easyckpt.errors import NoRoom, NotReady, SaveFailed
+from easyckpt.shardserver import Peer, ShardServer
 from easyckpt.storage import FolderStorage
+
+HERE = Path(__file__).resolve().parent
 
 
 @pytest.fixture
@@ -229,20 +236,154 @@ def test_a_segment_that_asks_for_code_holds_only_text(engine, folder):
     assert checkpointer.load()[1]["x"] == evil
 
 
+@pytest.mark.parametrize("mode", ["copy", "overlap"])
+def test_a_trainer_killed_at_each_of_its_calls_never_loses_or_mixes_a_step(folder, tmp_path, mode):
+    """SIGKILL at every single copy, write, sync, rename, link and unlink of a save, a flush and a retention, one after the other."""
+    script = [sys.executable, str(HERE / "ckpt_crash_points.py"), str(folder), str(tmp_path), mode]
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent.parent)}
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert figures["wrong"] == []
+    assert figures["rounds"] > 30
+    assert figures["steps"] == figures["flushed"] > 10
+
+
+@pytest.fixture
+def small_shm(tmp_path):
+    """A /dev/shm of 8 MiB, as a pod has one of 64."""
+    place = tmp_path / "shm"
+    place.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        pytest.skip(f"no tmpfs may be mounted here: {done.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_too_small_dev_shm_is_refused_when_memory_is_taken_and_never_a_sigbus_later(engine, small_shm):
+    """With what is needed, what is there and how to mend it; one slot fits where two do not; what was refused takes no memory."""
+    checkpointer = engine(folder=small_shm / "memory")
+    with pytest.raises(NoRoom, match="shm-size") as caught:
+        checkpointer.prepare({"w": torch.ones(5 << 20)})
+    assert caught.value.needed_bytes > 20 << 20 > caught.value.free_bytes
+    state = {"w": torch.ones(5 << 18)}
+    with pytest.raises(NoRoom, match="slots=1"):
+        checkpointer.prepare(state)
+    checkpointer.close()
+    shutil.rmtree(small_shm / "memory")
+    single = engine(folder=small_shm / "memory", slots=1)
+    for step in (1, 2):
+        state["w"].fill_(step)
+        single.save(step, state)
+        single.wait()
+        assert bool((single.load()[1]["w"] == step).all())
+
+
+def test_one_slot_says_what_it_risks_and_a_kill_in_a_save_leaves_storage(engine, folder, tmp_path):
+    """Half the memory: while a save overwrites the only slot there is no copy in memory, and the engine said so when it was opened."""
+    heard = []
+    checkpointer = engine(tmp_path, slots=1, on_event=heard.append)
+    assert [event.kind for event in heard] == ["save_exposed"]
+    assert "slots=1" in heard[0].text
+    for step in (1, 2):
+        checkpointer.save(step, filled(step))
+        checkpointer.wait()
+    assert len(list(folder.glob("*.safetensors"))) == 1
+    slot = checkpointer._saver._slots[0]
+    slot.claim()  # a save has begun, and is killed here
+    checkpointer._saver._slots[0].close()
+    state = filled(0)
+    assert checkpointer.restore(state).tier == "storage"
+    assert is_of(state, 2)
+
+
+def test_a_helper_that_cannot_live_or_does_not_answer_is_told_and_never_a_hang(engine, folder, tmp_path, monkeypatch):
+    """Training and memory go on; who waits for storage is told when his time is up; once it can live, it flushes."""
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    checkpointer = engine(tmp_path)
+    checkpointer.save(1, filled(1))
+    with pytest.raises(NotReady, match="not on storage yet"):
+        checkpointer.wait(1.5)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "absent"))
+    checkpointer.save(2, filled(2))
+    with pytest.raises(SaveFailed, match="absent"):
+        checkpointer.wait(30)
+    monkeypatch.undo()
+    checkpointer.save(3, filled(3))
+    checkpointer.wait()
+    os.kill(checkpointer._sidecar.pid, signal.SIGSTOP)
+    checkpointer.save(4, filled(4))
+    with pytest.raises(NotReady):
+        checkpointer.wait(0.5)
+    state = filled(0)
+    assert checkpointer.restore(state).step == 4
+    os.kill(checkpointer._sidecar.pid, signal.SIGCONT)
+    checkpointer.wait()
+
+
+def test_stale_names_in_memory_are_no_error(engine, folder):
+    """Marks of dead processes, a file that is no segment under a segment's name, an empty one, one of another size: saves go on over them."""
+    (folder / "trainer-0.r0.s0.safetensors").write_bytes(b"garbage" * 5000)
+    (folder / "trainer-0.r0.s1.safetensors").touch()
+    (folder / "trainer-0.r0.writer.999999999.1").touch()
+    (folder / "trainer-0.r0.s0.safetensors.pin.999999999.1.99999999999999").touch()
+    checkpointer = engine()
+    for step in (1, 2, 3):
+        checkpointer.save(step, filled(step))
+        checkpointer.wait()
+    state = filled(0)
+    assert checkpointer.restore(state).step == 3
+    assert is_of(state, 3)
+    assert sorted(path.name for path in folder.glob("*.safetensors")) == [
+        "trainer-0.r0.s0.safetensors", "trainer-0.r0.s1.safetensors",
+    ]  # fmt: skip
+
+
+def test_a_name_that_leads_elsewhere_is_not_followed(engine, folder, tmp_path):
+    """A link under a segment's name is replaced: what it leads to is not overwritten."""
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"mine" * 50_000)
+    (folder / "trainer-0.r0.s0.safetensors").symlink_to(precious)
+    checkpointer = engine()
+    for step in (1, 2, 3):
+        checkpointer.save(step, filled(step))
+        checkpointer.wait()
+    assert is_of(checkpointer.load()[1], 3)
+    assert not any(path.is_symlink() for path in folder.iterdir())
+    assert precious.read_bytes() == b"mine" * 50_000
+
+
 @pytest.mark.long
-def test_one_tensor_of_more_than_four_gibibytes(engine, tmp_path):
-    """Through memory, storage and back: no call is trusted to move more than 2 GiB at once, no offset has 32 bits."""
+@pytest.mark.timeout(600)
+def test_one_tensor_of_more_than_four_gibibytes(engine, folder, tmp_path):
+    """Through memory, a socket, storage and back: no call is trusted to move more than 2 GiB at once, no offset has 32 bits."""
     size = (1 << 30) + 12_345
     state = {"w": torch.full((size,), 1.0)}
     state["w"][-1] = 7.0
     state["w"][1 << 29] = 5.0
+
+    def is_whole():
+        return state["w"][-1] == 7.0 and state["w"][1 << 29] == 5.0 and state["w"].double().sum() == size + 6 + 4
+
     checkpointer = engine(tmp_path, slots=1, mode="copy")
     checkpointer.save(1, state)
     checkpointer.wait()
-    for path in checkpointer.folder.glob("*.safetensors"):
+    server = ShardServer(folder)
+    near = folder.with_name(folder.name + "-near")
+    try:
+        state["w"].zero_()
+        other = engine(folder=near, member="new", peers=[Peer(server.address)], slots=1)
+        assert other.restore(state).tier == "peer"
+        assert is_whole()
+        other.close()
+    finally:
+        server.close()
+        shutil.rmtree(near, ignore_errors=True)
+    for path in folder.glob("*.safetensors"):
         path.unlink()
     state["w"].zero_()
     assert checkpointer.restore(state).tier == "storage"
-    assert state["w"][-1] == 7.0
-    assert state["w"][1 << 29] == 5.0
-    assert state["w"].double().sum() == size + 6 + 4
+    assert is_whole()

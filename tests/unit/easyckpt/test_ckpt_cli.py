@@ -1,10 +1,16 @@
 """The `easyckpt` command, and the formats it moves to and from."""
 
 import json
+import os
 import pickle
+import pty
+import re
 import subprocess
 import sys
+import uuid
+from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 from click.testing import CliRunner
@@ -193,3 +199,58 @@ def test_a_plain_file_is_loaded_by_torch(storage, tmp_path):
         "no 'nothing'"
         in run("export", storage, tmp_path / "x", "--format", "torch", "--prefix", "nothing", code=1).stderr
     )
+
+
+def shown_on_a_terminal(*argv):
+    """What a command shows where stderr is a terminal."""
+    screen, terminal = pty.openpty()
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(interchange.__file__).parents[2]),
+        "TERM": "xterm",
+        "COLUMNS": "100",
+    }
+    code = "from easyckpt.cli import main; main()"
+    command = [sys.executable, "-c", code, *map(str, argv)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=terminal) as process:
+        os.close(terminal)
+        seen = b""
+        while block := _read(screen):
+            seen += block
+        os.close(screen)
+    return process.returncode, re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode())
+
+
+def _read(screen):
+    try:
+        return os.read(screen, 65536)
+    except OSError:  # the other end is closed
+        return b""
+
+
+def test_progress_is_shown_on_a_terminal_and_nowhere_else(storage, tmp_path):
+    """Verifying and exporting: a bar that ends full; piped away, not a word of it."""
+    for argv, word in (
+        (("verify", storage), "verifying"),
+        (("export", storage, tmp_path / "m.pt", "--format", "torch", "--prefix", "model"), "reading"),
+    ):
+        code, seen = shown_on_a_terminal(*argv)
+        assert code == 0, seen
+        assert word in seen
+        full = seen.rsplit(word, 1)[1].split("\n")[0]
+        done, total = full.split("/")[0].split()[-1], full.split("/")[1].split()[0]
+        assert done == total
+    assert "verifying" not in run("verify", storage).output
+
+
+def test_a_storage_behind_a_url_is_a_target_as_well(storage):
+    """ls, verify, diff and gc on an object store; import into one."""
+    url = f"memory://{uuid.uuid4().hex}"
+    fs, root = fsspec.core.url_to_fs(url)
+    fs.put(f"{storage}/", root, recursive=True)
+    assert [row["step"] for row in json.loads(run("ls", url, "--json").stdout)] == [3, 2, 1]
+    assert run("verify", url).stdout.count(" ok") == 3
+    run("diff", url, storage)
+    run("gc", url, "--keep", 1)
+    assert [one.step for one in look(url).candidates] == [3]
+    fs.store.clear()

@@ -1,5 +1,6 @@
 """Save, flush, replicate, lose, damage, go back and restore, in any order, against a model of what must be there."""
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -154,6 +155,8 @@ class Machine(RuleBasedStateMachine):
 
         try:
             self.open()
+            with contextlib.suppress(Corrupt):
+                self.engine.restore({"w": torch.zeros(20_000), "step": 0})
             for owner, name in ((memory, "copy"), (memory, "copy_small"), (os, "pwrite")):
                 setattr(owner, name, deadly(getattr(owner, name)))
             state = {"w": torch.full((20_000,), float(number)), "step": self.step + 1}
