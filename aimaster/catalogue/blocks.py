@@ -12,6 +12,8 @@ from typing import Final
 
 import msgspec
 
+from aimaster.catalogue.lines import Stamp
+
 MAX_LINES: Final = 400
 """A block that has not ended by then ends."""
 KEPT_LINES: Final = 60
@@ -51,6 +53,8 @@ class Block(msgspec.Struct, eq=False):
     offset: int
     line: int
     opening: bytes
+    stamp: Stamp | None = None
+    """When the line that began it was written, as far as that line or those before it tell."""
     end_offset: int = 0
     lines: int = 0
 

@@ -45,10 +45,10 @@ _OWN_ACCUSATIONS: Final = frozenset({"kubernetes", "ray"})
 MOST_RANKS: Final = 64
 """Of the ranks that one line names."""
 EXIT_MEANINGS: Final[dict[int, tuple[str, Role, int]]] = {
-    -11: ("app.segfault", "self", 45),
-    139: ("app.segfault", "self", 45),
-    -7: ("app.segfault", "self", 45),
-    135: ("app.segfault", "self", 45),
+    -11: ("app.segfault", "self", 52),
+    139: ("app.segfault", "self", 52),
+    -7: ("app.segfault", "self", 50),
+    135: ("app.segfault", "self", 50),
     -9: ("process.killed", "self", 40),
     137: ("process.killed", "self", 40),
 }
@@ -228,7 +228,7 @@ class _OneLog:
             node = self.names.speaker_node(self.scan, speaker.host)
             if remote is not None and remote.node:
                 node = self.names.resolve(remote.node)
-            at = self._time(read_stamp(block.opening) or self._stamp_before(block.offset))
+            at = self._time(block.stamp or self._stamp_before(block.offset))
             text = f"{block.exception}: {block.message}" if block.message else block.exception
             subject = Subject(
                 node=node,
@@ -257,11 +257,12 @@ class _OneLog:
         return found
 
     def _remote_task(self, block: Traceback) -> Subject | None:
-        """The remote task whose exception this is, where Ray printed both."""
+        """The remote task whose exception this is, where Ray printed both: of tasks within tasks, the innermost."""
+        inner = None
         for hit in self.scan.hits:
             if hit.sign.id == "ray.task-error" and block.offset <= hit.offset <= block.exception_offset:
-                return Subject(node=hit.groups.get("node"), pid=_number(hit.groups.get("pid")))
-        return None
+                inner = Subject(node=hit.groups.get("node"), pid=_number(hit.groups.get("pid")))
+        return inner
 
     def _stamp_before(self, offset: int) -> Stamp | None:
         earlier = [hit for hit in self.scan.hits if hit.offset <= offset and hit.stamp is not None]

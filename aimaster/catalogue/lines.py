@@ -7,6 +7,7 @@ complete time of the same collection. Nothing here knows any failure.
 from __future__ import annotations
 
 import calendar
+import json
 import re
 from typing import Final, NamedTuple
 
@@ -15,6 +16,7 @@ from aimaster.wire.health import Subject
 HEAD_BYTES: Final = 320
 """Times and prefixes stand in the first bytes of a line."""
 
+TAIL_TIME_BYTES: Final = 64
 DAY: Final = 86400.0
 
 _MONTHS: Final = {
@@ -43,7 +45,7 @@ class Stamp(NamedTuple):
 
 def read_stamp(line: bytes) -> Stamp | None:
     """The time a line begins with, or None."""
-    head = line[:HEAD_BYTES]
+    head = line[-TAIL_TIME_BYTES:] if line.startswith(b'{"log":"') else line[:HEAD_BYTES]  # there it stands at the end
     found = _ISO.search(head)
     if found:
         year, month, day, hour, minute, second, fraction, zone = found.groups()
@@ -118,6 +120,25 @@ def _utc(seconds: float) -> tuple[int, ...]:
     import time
 
     return tuple(time.gmtime(seconds))
+
+
+# ------------------------------------------------------------------------------------------------------------ wrappers
+
+_COLLECTED = re.compile(rb"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:\d\d) (?:std(?:out|err) [FP] )?")
+_COLOUR = re.compile(rb"\x1b\[[\d;]*m")
+
+
+def unwrap(line: bytes) -> bytes:
+    """What the program itself printed: without a container runtime's JSON or time and stream before it, and without colours."""
+    if line.startswith((b'{"log":"', b'{"stream":"')):
+        try:
+            text = json.loads(line)["log"]
+        except (ValueError, KeyError, TypeError):
+            return line
+        line = str(text).encode(errors="replace").rstrip(b"\n")
+    elif line[:1].isdigit():
+        line = _COLLECTED.sub(b"", line, count=1)
+    return _COLOUR.sub(b"", line) if b"\x1b[" in line else line
 
 
 # --------------------------------------------------------------------------------------------------------- who speaks

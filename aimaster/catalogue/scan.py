@@ -23,6 +23,7 @@ from aimaster.catalogue.lines import (
     read_speaker,
     read_stamp,
     speaker_of_file,
+    unwrap,
 )
 from aimaster.catalogue.matcher import Catalogue, Compiled, read_groups
 from aimaster.catalogue.sign import Sign
@@ -152,12 +153,12 @@ class LogScan:
         told = max((block.end_offset for block in self.blocks if isinstance(block, Traceback)), default=-1)
         for line in reversed(self._before.splitlines(keepends=True)[-LAST_LINES:]):
             at -= len(line)
-            words = last_words(line, at) if at > told and not self.steps_after(at) else None
+            words = last_words(unwrap(line.rstrip()), at) if at > told and not self.steps_after(at) else None
             if words is not None and self.count_lines:
                 words.exception_line = (
                     self.lines_read + 1 - self._before.count(b"\n", at - self.bytes_read + len(self._before))
                 )
-            if words is not None and not self.catalogue.match(line.rstrip()):
+            if words is not None and not self.catalogue.match(unwrap(line.rstrip())):
                 self.blocks.append(words)
                 return
 
@@ -228,7 +229,7 @@ class LogScan:
             done = right
 
     def _confirm(self, chunk: bytes, start: int, stop: int, numbers: Iterable[int]) -> None:
-        line = chunk[start:stop]
+        line = unwrap(chunk[start:stop])
         for compiled, found in self.catalogue.confirm(line, numbers):
             key: tuple[object, ...] = (compiled.number, *found.groups())
             if compiled.sign.role == "self":
@@ -236,7 +237,7 @@ class LogScan:
             known = self._seen.get(key)
             if known is not None and not compiled.sign.opens:
                 known.count += 1
-                known.last_line = line
+                known.last_line = chunk[start:stop]
                 known.last_offset = self.bytes_read + start
                 continue
             cap = _cap(compiled.sign)
@@ -261,7 +262,8 @@ class LogScan:
         if sign.opens == "traceback" and _HARMLESS.search(self._window(chunk, start, 400)):
             return  # printed by the interpreter for its information, nothing failed
         if sign.opens in OPENERS:
-            self._open_block(chunk, stop, OPENERS[sign.opens](offset, number, line))
+            stamp = self._stamp_near(chunk, start, chunk[start:stop])
+            self._open_block(chunk, stop, OPENERS[sign.opens](offset, number, line, stamp))
             if sign.kind == "fact":
                 return
         self._kept[compiled.number] = self._kept.get(compiled.number, 0) + 1
@@ -270,7 +272,7 @@ class LogScan:
             self.hosts[speaker.host] = self.hosts.get(speaker.host, 0) + 1
         groups = read_groups(found)
         self._learn_context(sign, groups, offset)
-        stamp = self._stamp_near(chunk, start, line)
+        stamp = self._stamp_near(chunk, start, chunk[start:stop])
         hit = Hit(
             sign=sign,
             groups=groups,
@@ -279,7 +281,7 @@ class LogScan:
             stamp=stamp,
             offset=offset,
             line=number,
-            text=line[:KEPT_TEXT].decode(errors="replace").strip("\r\n"),
+            text=chunk[start:stop][:KEPT_TEXT].decode(errors="replace").strip("\r\n"),
         )
         self._seen[key] = hit
         self.hits.append(hit)
@@ -350,7 +352,7 @@ class LogScan:
         while pending and at < len(chunk):
             end = chunk.find(b"\n", at)
             end = len(chunk) if end < 0 else end
-            line = chunk[at : min(end, at + LONGEST_LINE)].rstrip(b"\r")
+            line = unwrap(chunk[at : min(end, at + LONGEST_LINE)].rstrip(b"\r"))
             for block in tuple(pending):
                 if block.feed(line, self.bytes_read + at, number):
                     if isinstance(block, Traceback):

@@ -2,7 +2,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from aimaster.catalogue.lines import complete, read_progress, read_speaker, read_stamp
+from aimaster.catalogue.lines import complete, read_progress, read_speaker, read_stamp, unwrap
 
 NEAR = datetime(2026, 3, 1, 12, tzinfo=UTC).timestamp()
 
@@ -120,3 +120,19 @@ def test_talk_about_steps_is_no_progress(line):
 def test_a_joined_log_names_the_node_of_each_line(line, host):
     """pdsh, kubectl, compose and syslog put the node before the line; words that only look like it do not count."""
     assert read_speaker(line).host == host
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"2026-03-01T10:00:07.123456789+00:00 stderr F [rank3]: ValueError: x",
+        b"2026-03-01T10:00:07Z [rank3]: ValueError: x",
+        b'{"log":"[rank3]: ValueError: x\\n","stream":"stderr","time":"2026-03-01T10:00:07.1Z"}',
+        b"\x1b[36m[rank3]:\x1b[0m ValueError: x",
+    ],
+)
+def test_what_a_container_runtime_adds_is_taken_off(line):
+    """The program's own words come out of CRI files, json-file logs, stamped and coloured output; the time is still read."""
+    assert unwrap(line) == b"[rank3]: ValueError: x"
+    stamp = read_stamp(line)
+    assert stamp is None or stamp.seconds == pytest.approx(1772359207, abs=0.2)
