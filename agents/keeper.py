@@ -25,13 +25,15 @@ from aimaster.wire.ids import MemberId, NodeId
 from aimaster.wire.messages import AgentEvent, Found, SnapshotMoved
 from easyckpt import flush, layout, shm, storage
 from easyckpt.claims import Claims
-from easyckpt.errors import AlreadyFlushed, BeingFlushed, EasyckptError
+from easyckpt.errors import AlreadyFlushed, BeingFlushed, EasyckptError, Torn
 from easyckpt.manifest import Manifest, folder_name
 from easyckpt.shm import Segment
 from easyckpt.takeover import take_over
 
 PIN_SECONDS = 600.0
 TAKEOVER_SECONDS = 600.0
+END_SECONDS = 8.0
+LOOK_SECONDS = 0.1
 GONE_LOOKS = 3
 """A segment that is missing in so many looks, one a second, was removed and is not being replaced."""
 LOW_PRIORITY = 10
@@ -240,15 +242,28 @@ class Keeper:
     async def flush_newest(self) -> None:
         """Flush the newest whole step in this memory, marked or not, if storage has none as new. For the end of a node."""
         loop = asyncio.get_running_loop()
-        try:
-            flushed = await loop.run_in_executor(self._thread, self._flush_last)
-        except (EasyckptError, OSError) as error:
-            self._tell_failure(error)
-            return
-        self._tell_flushed(flushed)
+        give_up_at = time.monotonic() + END_SECONDS
+        while True:
+            try:
+                flushed = await loop.run_in_executor(self._thread, self._flush_last)
+            except BeingFlushed as error:
+                # Another node brings the same step: it has to be seen through.
+                if time.monotonic() > give_up_at:
+                    log.warning("flush_left_to_another_node", reason=str(error))
+                    return
+                await asyncio.sleep(LOOK_SECONDS)
+            except (EasyckptError, OSError) as error:
+                self._tell_failure(error)
+                return
+            else:
+                self._tell_flushed(flushed)
+                return
 
     def _flush_marked(self) -> list[_Flushed]:
-        own = [segment for segment in shm.scan(self.folder) if segment.tier == "shm"]
+        held = shm.scan(self.folder)
+        # Ranks of a member on other nodes are here as copies: with them, a step may be whole.
+        members = {segment.header.member for segment in held if segment.tier == "shm"}
+        own = [segment for segment in held if segment.header.member in members]
         done = []
         for role in sorted({segment.header.role for segment in own}):
             flushed = [record.version for record in storage.list_manifests(self._keeping.storage, role)]
@@ -285,7 +300,11 @@ class Keeper:
         version = Version(*header.version)
         try:
             record = flush.flush_segment(chosen, self._keeping.storage, pin_seconds=PIN_SECONDS, claims=self._claims)
-        except (AlreadyFlushed, FileNotFoundError):  # by another node, or overwritten meanwhile: a newer one follows
+        except (
+            AlreadyFlushed,
+            Torn,
+            FileNotFoundError,
+        ):  # by another node, or overwritten meanwhile: a newer one follows
             return MemberId(header.member), version, None
         self.flush_seconds = time.monotonic() - started
         for segment in chosen:

@@ -274,6 +274,21 @@ async def test_a_corrupt_peer_is_passed_over(run):
         assert 4 not in held(run, "node-2")
 
 
+async def test_nodes_that_end_together_flush_their_newest_step_once_and_without_a_complaint(run):
+    """Replicas of one role hold the same step: one node writes it, the others see it through."""
+    nodes = ("node-0", "node-1")
+    agents = [run.agent(node) for node in nodes]
+    async with Master(run) as master:
+        for number, node in enumerate(nodes):
+            await master.connected(node)
+            await seal(run, 5, node=node, name=f"policy-{number}", flush=False, size_bytes=3_000_000)
+        await asyncio.gather(*(master.order(node, StopNode(remove_memory=True)) for node in nodes))
+        await until(lambda: all(agent.poll() is not None for agent in agents))
+        assert stored(run) == [5]
+        assert [event for event in master.events(Found) if event.finding.sign == "agent.flush_failed"] == []
+        assert len(master.events(SnapshotMoved)) == 1
+
+
 @pytest.mark.parametrize("end", ["front", "order"])
 async def test_the_newest_snapshot_is_flushed_at_the_end(run, end):
     """When the front is killed or the node is stopped, the newest sealed snapshot goes to storage though it was not marked."""
