@@ -264,7 +264,7 @@ class HangWatch:
 
     def _tell(
         self, member: Member, progress: Progress, words: tuple[str, ...], lines: tuple[str, ...], *,
-        rank: int | None = None, pid: int | None = None,
+        rank: int | None = None, pid: int | None = None, seen_seconds: float = 0.0,
     ) -> None:  # fmt: skip
         role = member.spec.role
         self.suspected[role] = self.suspected.get(role, 0) + 1
@@ -280,6 +280,7 @@ class HangWatch:
                 stacks=lines[: stacks.MOST_LINES],
                 rank=rank,
                 pid=pid,
+                seen_seconds=seen_seconds,
                 at=now,
             ),
             now,

@@ -1,7 +1,8 @@
 """Looks at all ranks of a wrapped command together, as soon as nobody has made a step for a while, and names the one that the others wait for.
 
 A look harms nobody, so the first comes at half a lease, or after two shortest ones while nothing is learnt, the first step included. What
-is concluded, and after how long, is `agents.rules.groups`' business. Where there are fewer than two ranks here, a silent member is looked at alone.
+is concluded, and after how long, is `agents.rules.groups`' business. Where all ranks of this node stand together, the master is told whether they
+wait or stand elsewhere: it knows the other nodes. Where there is no rank here, a silent member is looked at alone.
 """
 
 import asyncio
@@ -14,7 +15,18 @@ import msgspec
 from agents import ranks
 from agents.config import Pace
 from agents.member import Member
-from agents.rules.groups import LEASES, Apart, RankLook, describe, find_apart, group, steady
+from agents.rules.groups import (
+    LEASES,
+    Apart,
+    RankLook,
+    Silence,
+    Standing,
+    describe,
+    find_apart,
+    find_standing,
+    group,
+    steady,
+)
 from aimaster.wire.ids import MemberId
 from aimaster.wire.messages import AgentEvent, Found, Progress
 
@@ -28,6 +40,8 @@ DENSE_LOOKS = 12
 """Then nothing will soon be decided: the pauses grow."""
 LONGEST_PAUSE_SECONDS = 60.0
 AGAIN_SECONDS = 10.0
+TELL_SECONDS = 15.0
+"""Between two words on where everybody stands: the master compares fresh ones."""
 LOOK_SHARE = 0.2
 """Looking takes at most this share of the time: 64 dumps take seconds."""
 
@@ -47,7 +61,7 @@ class Teller(Protocol):
 
     def __call__(
         self, member: Member, progress: Progress, words: tuple[str, ...], lines: tuple[str, ...], *,
-        rank: int | None = None, pid: int | None = None,
+        rank: int | None = None, pid: int | None = None, seen_seconds: float = 0.0,
     ) -> None: ...  # fmt: skip
 
 
@@ -68,7 +82,7 @@ class RankWatch:
     ) -> None:
         """`watched`: all members, as they come and go. `broken`: one of them whose own lease is broken."""
         self.alone = False
-        """The last look found fewer than two ranks."""
+        """The last look found no rank."""
         self._node = node
         self._watched = watched
         self._pace = pace
@@ -81,6 +95,8 @@ class RankWatch:
         self._done_at = 0.0
         """The last step at the end of the last looking: another look needs another silence, or a launcher that has begun its ranks since."""
         self._again_at = 0.0
+        self._tell_again_at = 0.0
+        self._told_waits: bool | None = None
 
     def tick(self, now: float) -> None:
         """Begin to look, if it is time."""
@@ -108,7 +124,7 @@ class RankWatch:
             found = await self._find()
             history: list[list[RankLook]] = []
             count = 0
-            while len(found) > 1 and self._silent_since(last):
+            while found and self._silent_since(last):
                 began = time.monotonic()
                 looks, texts = await ranks.look(found, self._pace.dump_seconds)
                 count += 1
@@ -119,7 +135,7 @@ class RankWatch:
                     history = _shortened([*history, looks])
                     self._conclude(history, texts, last, count)
                 await asyncio.sleep(pause)
-            self.alone = len(found) < 2
+            self.alone = not found
         finally:
             self._looking = False
             self._done_at, self._again_at = last, time.monotonic() + AGAIN_SECONDS
@@ -143,15 +159,16 @@ class RankWatch:
         if not self._silent_since(last):
             return
         looks = history[-1]
-        apart = find_apart(
-            history,
-            silence_seconds=min(one.at for one in looks) - last,
-            lease_seconds=_lease(there),
-            floor_seconds=_floor(there),
-        )
+        seconds = min(one.at for one in looks) - last
+        silence = Silence(seconds=seconds, lease_seconds=_lease(there), floor_seconds=_floor(there))
+        apart, standing = find_apart(history, silence), find_standing(history, silence)
         silent = self._broken()
         if apart is not None:
             self._accuse(looks, texts, apart)
+        elif standing is not None:
+            if standing.waits is not self._told_waits or looks[0].at >= self._tell_again_at:
+                self._told_waits, self._tell_again_at = standing.waits, looks[0].at + TELL_SECONDS
+                self._tell_where(looks, texts, standing)
         elif silent is not None and (count == 2 or count > DENSE_LOOKS):
             self._tell(silent, self._progress(silent.name), (), tuple(describe(group(looks))))
 
@@ -172,6 +189,21 @@ class RankWatch:
             told.add(one.member)
             lines = (*describe(groups), f"rank {one.rank} (pid {one.pid}):", *texts[one.rank].splitlines())
             self._tell(guilty.member, self._newest(guilty), words, lines, rank=one.rank, pid=one.pid)
+
+    def _tell_where(self, looks: list[RankLook], texts: dict[int, str], standing: Standing) -> None:
+        """Every rank here waits, or stands elsewhere: one word a member."""
+        word = "waits-twice" if standing.waits else "elsewhere-twice"
+        words = (word, "no-cpu") if standing.doing == "asleep" else (word,)
+        for name in dict.fromkeys(one.member for one in looks):
+            here = self._watched.get(MemberId(name))
+            own = [one for one in looks if one.member == name]
+            alone = own[0] if len(own) == 1 else None
+            if here is not None:
+                lines = (*describe(group(looks)), *texts[own[0].rank].splitlines())
+                self._tell(
+                    here.member, self._newest(here), words, lines,
+                    rank=alone.rank if alone else None, pid=alone.pid if alone else None, seen_seconds=standing.seen_seconds,
+                )  # fmt: skip
 
     def _newest(self, guilty: Watched) -> Progress:
         """The guilty's own progress; of one that reports none, that of the rank whose log tells of the job's."""

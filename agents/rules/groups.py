@@ -9,7 +9,7 @@ How long they are given depends on what they do there. *Asleep*: the main thread
 or the kernel holds it for a disk or a file server (state D).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, Literal
 
 import msgspec
@@ -105,6 +105,25 @@ class Apart(msgspec.Struct, frozen=True, kw_only=True):
     """How long they are known to stand there."""
 
 
+class Silence(msgspec.Struct, frozen=True, kw_only=True):
+    """Since when nobody of the job has made a step, at the last look, and what is known of such silences."""
+
+    seconds: float
+    lease_seconds: float | None
+    """What was learnt; None while unlearnt."""
+    floor_seconds: float
+    """The shortest lease."""
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """All ranks of a node in one place."""
+
+    waits: bool
+    doing: Doing
+    seen_seconds: float
+    """How long they were seen there."""
+
+
 def waits(stack: tuple[Frame, ...] | None) -> bool:
     """Whether the thread stands in a collective."""
     return any(
@@ -130,13 +149,8 @@ def group(looks: Sequence[RankLook]) -> list[Group]:
     ]
 
 
-def find_apart(
-    history: Sequence[Sequence[RankLook]], *, silence_seconds: float, lease_seconds: float | None, floor_seconds: float
-) -> Apart | None:
-    """Who keeps the others waiting, over the longest run of looks up to the last in which everybody was steady.
-
-    `silence_seconds`: since anybody made a step, at the last look. `lease_seconds`: what was learnt of such silences, None while unlearnt.
-    """
+def find_apart(history: Sequence[Sequence[RankLook]], silence: Silence) -> Apart | None:
+    """Who keeps the others waiting, over the longest run of looks up to the last in which everybody was steady."""
     looks = steady(history)
     if len(looks) < LEAST_LOOKS or not looks[-1]:
         return None
@@ -153,24 +167,60 @@ def find_apart(
     kind: Literal["straggler", "mismatch"] = "straggler" if guilty else "mismatch"
     ranks = tuple(sorted(rank for one in (guilty or few) for rank in one.ranks))
     doings = activity(looks)
-    doing: Doing = max((doings[rank] for rank in ranks), key=list(FLOORS).index)
-    seen = min(one.at for one in last) - max(one.at for one in first)
-    # Who stood there at the first look of this silence has stood there since it began, as far as anybody knows.
-    stood = silence_seconds if len(looks) == len(history) else seen
+    doing = _busiest(doings[rank] for rank in ranks)
     asleep = doing == "asleep" or all(doings[rank] == "asleep" for rank in many.ranks)
-    if lease_seconds is None and not asleep:
+    if silence.lease_seconds is None and not asleep:
         return None  # steps that nobody tells of may go by between the looks
-    floors = (FLOORS if lease_seconds is not None else UNLEARNT_FLOORS)[doing]
-    if seen < floors[1] * floor_seconds or stood < patience_seconds(doing, lease_seconds, floor_seconds):
+    stood = _stood(history, looks, doing, silence)
+    return None if stood is None else Apart(ranks=ranks, kind=kind, doing=doing, seconds=stood)
+
+
+def find_standing(history: Sequence[Sequence[RankLook]], silence: Silence) -> Standing | None:
+    """Where all ranks of this node stand together, as long as it takes to name one: who waits for whom, other nodes tell."""
+    looks = steady(history)
+    groups = group(looks[-1]) if looks else []
+    if len(looks) < LEAST_LOOKS or len(groups) != 1 or groups[0].stack is None:
         return None
-    return Apart(ranks=ranks, kind=kind, doing=doing, seconds=stood)
+    there = groups[0]
+    doing = _busiest(activity(looks).values())
+    if silence.lease_seconds is None and doing != "asleep":
+        return None
+    # A collective may spin while it waits: that is no work.
+    patience: Doing = "asleep" if there.waits else doing
+    if _stood(history, looks, patience, silence) is None:
+        return None
+    return Standing(waits=there.waits, doing=doing, seen_seconds=_seen_seconds(looks))
 
 
-def patience_seconds(doing: Doing, lease_seconds: float | None, floor_seconds: float) -> float:
+def _busiest(doings: Iterable[Doing]) -> Doing:
+    return max(doings, key=list(FLOORS).index)
+
+
+def _stood(
+    history: Sequence[Sequence[RankLook]],
+    looks: Sequence[Sequence[RankLook]],
+    doing: Doing,
+    silence: Silence,
+) -> float | None:
+    """How long they are known to stand there; None where that is not long enough for what they do."""
+    seen = _seen_seconds(looks)
+    # Who stood there at the first look of this silence has stood there since it began, as far as anybody knows.
+    stood = silence.seconds if len(looks) == len(history) else seen
+    floors = (FLOORS if silence.lease_seconds is not None else UNLEARNT_FLOORS)[doing]
+    if seen < floors[1] * silence.floor_seconds or stood < patience_seconds(doing, silence):
+        return None
+    return stood
+
+
+def _seen_seconds(looks: Sequence[Sequence[RankLook]]) -> float:
+    return min(one.at for one in looks[-1]) - max(one.at for one in looks[0])
+
+
+def patience_seconds(doing: Doing, silence: Silence) -> float:
     """How long nobody must have made a step before the guilty are named."""
-    if lease_seconds is None:
-        return UNLEARNT_FLOORS[doing][0] * floor_seconds
-    return max(FLOORS[doing][0] * floor_seconds, LEASES[doing] * lease_seconds)
+    if silence.lease_seconds is None:
+        return UNLEARNT_FLOORS[doing][0] * silence.floor_seconds
+    return max(FLOORS[doing][0] * silence.floor_seconds, LEASES[doing] * silence.lease_seconds)
 
 
 def activity(looks: Sequence[Sequence[RankLook]]) -> dict[int, Doing]:

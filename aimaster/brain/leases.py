@@ -3,13 +3,20 @@
 The incident of a hang opens when the kill is ordered, and takes in the death that the kill brings about.
 """
 
+from typing import Final
+
 from aimaster.brain import incidents, members, verdicts
 from aimaster.brain.draft import Draft
 from aimaster.brain.remedy import may_kill_hung
-from aimaster.brain.state import LIVE, Member
+from aimaster.brain.state import LIVE, Member, State
 from aimaster.wire import actions as orders
 from aimaster.wire.ids import Incarnation, MemberId
 from aimaster.wire.messages import HangSuspected
+
+FRESH_SECONDS: Final = 40.0
+"""Words on where ranks stand are said again every fifteen seconds; older ones are of another silence."""
+TOGETHER_SECONDS: Final = 5.0
+"""For so long all must have been seen standing at one time: one node's evaluation may end after another's."""
 
 
 def suspected(d: Draft, member: Member, event: HangSuspected) -> None:
@@ -33,6 +40,26 @@ def suspected(d: Draft, member: Member, event: HangSuspected) -> None:
     ):
         who = "it" if event.rank is None else f"rank {event.rank}"
         condemn(d, member, event, _why(who, stopped=stopped, apart=apart))
+        return
+    for name in waited_for(d.state, d.now):
+        guilty = d.state.members[name]
+        if guilty.suspicion is not None and guilty.condemned_in is None:
+            condemn(
+                d, guilty, guilty.suspicion, "it stands elsewhere than the ranks of all other nodes, who wait for it"
+            )
+
+
+def waited_for(state: State, now: float) -> tuple[MemberId, ...]:
+    """Members of a wrapped command that stood elsewhere while all others already waited in a collective, by fresh words of all of them."""
+    living = [member for member in state.members.values() if member.state in LIVE]
+    words = [one.suspicion for one in living if one.suspicion is not None and now - one.suspicion.at <= FRESH_SECONDS]
+    waiting = [said for said in words if "waits-twice" in said.evidence]
+    apart = [said for said in words if "elsewhere-twice" in said.evidence]
+    if len(waiting) + len(apart) < len(living) or not 0 < len(apart) <= len(waiting):
+        return ()
+    begun = max(said.at - said.seen_seconds for said in (*waiting, *apart))
+    together = min(said.at for said in (*waiting, *apart)) - begun
+    return tuple(said.member for said in apart) if together >= TOGETHER_SECONDS else ()
 
 
 def _why(who: str, *, stopped: bool, apart: bool) -> str:

@@ -76,11 +76,14 @@ class HangSuspected(msgspec.Struct, frozen=True, kw_only=True, tag="hang_suspect
     incarnation: Incarnation
     progress: Progress
     evidence: tuple[str, ...]
-    """Of: `state-T-twice`, `same-frame-twice`, `apart-from-group-twice` (the other ranks wait for it), `no-cpu`; dumps in `stacks`."""
+    """Of: `state-T-twice`, `same-frame-twice`, `apart-from-group-twice` (the other ranks of its node wait for it), `no-cpu`; dumps in `stacks`.
+    Where all ranks of a node stand together: `waits-twice` in a collective, `elsewhere-twice` anywhere else."""
     stacks: tuple[str, ...] = ()
     rank: int | None = None
     """The rank that stands apart, and its process: one member may hold several."""
     pid: int | None = None
+    seen_seconds: float = 0.0
+    """For how long before `at` a whole node was seen where it stands."""
     at: float
 
 

@@ -30,7 +30,7 @@ def free_port():
         return one.getsockname()[1]
 
 
-async def start(master, mode, *, floor=0.6, ranks=4, **env):
+async def start(master, mode, *, floor=0.6, ranks=4, nodes=("node-0",), **env):
     port = free_port()
     for rank in range(ranks):
         spec = MemberSpec(
@@ -38,7 +38,7 @@ async def start(master, mode, *, floor=0.6, ranks=4, **env):
             env={"RANK": str(rank), "WORLD_SIZE": str(ranks), "PYTHONUNBUFFERED": "1", **env},
             lease_floor_seconds=floor, reports_progress=False,
         )  # fmt: skip
-        await master.start("node-0", spec)
+        await master.start(nodes[rank % len(nodes)], spec)
 
 
 def condemned(master):
@@ -74,6 +74,34 @@ async def test_an_early_hang_is_named_as_well(run, at):
         (suspected,) = await until(lambda: condemned(master)[:1], 40)
         assert (suspected.member, suspected.rank) == ("rank-2", 2)
         assert suspected.progress.lease_seconds is None
+
+
+async def test_ranks_alone_on_their_nodes_say_where_they_stand(tmp_path):
+    """One rank a node has nobody to be compared with: each agent tells whether it waits or stands elsewhere, for the master to compare."""
+    nodes = ("node-0", "node-1", "node-2")
+    run = Run(tmp_path / "run", nodes=nodes, kind="command")
+    try:
+        for node in nodes:
+            run.agent(node)
+        async with Master(run) as master:
+            await start(master, "sleep", ranks=3, nodes=nodes, RING_AT="5")
+
+            def words():
+                told = {
+                    one.member: one
+                    for one in master.events(HangSuspected)
+                    if {"waits-twice", "elsewhere-twice"} & {*one.evidence}
+                }
+                return told if len(told) == 3 else None
+
+            told = await until(words, 40)
+            assert {name: one.evidence[0] for name, one in told.items()} == {
+                "rank-0": "waits-twice", "rank-1": "waits-twice", "rank-2": "elsewhere-twice",
+            }  # fmt: skip
+            assert told["rank-2"].rank == 2
+            assert all(one.seen_seconds > 0 for one in told.values())
+    finally:
+        run.close()
 
 
 LAUNCHER = """
@@ -113,8 +141,8 @@ async def test_ranks_below_a_launcher_are_found(run):
         )[0]
         assert finding.subject.rank == 2
         assert finding.subject.pid != started.process.pid
-        assert (condemned(master)[0].member, condemned(master)[0].rank) == ("command-0", 2)
-        assert condemned(master)[0].pid == finding.subject.pid
+        (suspected,) = await until(lambda: condemned(master)[:1])
+        assert (suspected.member, suspected.rank, suspected.pid) == ("command-0", 2, finding.subject.pid)
 
 
 async def test_a_lone_program_is_not_judged_by_its_log_alone(run):

@@ -2,7 +2,7 @@ import pytest
 
 from agents.member import Member, Ordered
 from agents.ranks import left_early
-from agents.rules.groups import RankLook, describe, find_apart, group, patience_seconds, waits
+from agents.rules.groups import RankLook, Silence, describe, find_apart, find_standing, group, patience_seconds, waits
 from agents.rules.hang import Frame
 from agents.stacks import spy_text, stack_of
 from agents.steps import LogSteps
@@ -44,9 +44,13 @@ def history(stacks, times=(0, 1, 6), **doings):
 
 def judge(looked, *, silence=None, lease=None, floor=5.0):
     """Shortest lease 5 s; the job's last step was before the first look, as long as the shortest lease unless told."""
+    return find_apart(looked, silent(looked, silence=silence, lease=lease, floor=floor))
+
+
+def silent(looked, *, silence=None, lease=None, floor=5.0):
     last = looked[-1][0].at if looked and looked[-1] else 0.0
-    silence = last + 5.0 if silence is None else silence
-    return find_apart(looked, silence_seconds=silence, lease_seconds=lease, floor_seconds=floor)
+    seconds = last + 5.0 if silence is None else silence
+    return Silence(seconds=seconds, lease_seconds=lease, floor_seconds=floor)
 
 
 @pytest.mark.parametrize(
@@ -96,8 +100,29 @@ def test_patience_depends_on_what_the_guilty_does(doing, lease, silence, named):
 
 def test_half_a_minute_is_enough_for_usual_steps():
     """Steps of 2.5 s teach a lease of 25 s: asleep is named after 12.5 s of silence, spinning after 25."""
-    assert patience_seconds("asleep", 25.0, 5.0) == 12.5
-    assert patience_seconds("busy", 25.0, 5.0) == 25.0
+    silence = Silence(seconds=0.0, lease_seconds=25.0, floor_seconds=5.0)
+    assert patience_seconds("asleep", silence) == 12.5
+    assert patience_seconds("busy", silence) == 25.0
+
+
+@pytest.mark.parametrize(
+    ("stacks", "doings", "lease", "waits"),
+    [
+        ([REDUCE] * 2, {}, None, True),
+        ([REDUCE] * 2, {"spins": (0, 1)}, 5.0, True),
+        ([REDUCE] * 2, {"spins": (0, 1)}, None, None),
+        ([LOAD] * 2, {}, None, False),
+        ([LOAD], {}, 5.0, False),
+        ([LOAD] * 2, {"spins": (0, 1)}, 5.0, None),
+        ([LOAD, REDUCE], {}, 5.0, None),
+        ([None] * 2, {}, 5.0, None),
+    ],
+)
+def test_where_a_whole_node_stands_is_told(stacks, doings, lease, waits):
+    """All ranks in one place, as long as it takes to name one: waiting or not, for the master to compare with other nodes."""
+    looked = history(stacks, (0, 1, 6, 15), **doings)
+    found = find_standing(looked, silent(looked, silence=20.5 if lease is None else 18.0, lease=lease))
+    assert (None if found is None else found.waits) == waits
 
 
 def test_two_looks_prove_nothing():

@@ -257,7 +257,9 @@ def test_a_hung_member_whose_node_is_lost_before_it_could_be_killed_keeps_its_in
 # -- hangs ----------------------------------------------------------------------------------------------------------------
 
 
-def suspect(world: World, member: str, *evidence: str, lease: float | None = 5.0, rank: int | None = None) -> None:
+def suspect(
+    world: World, member: str, *evidence: str, lease: float | None = 5.0, rank: int | None = None, seen: float = 10.0
+) -> None:
     node = world.state.members[member].node
     progress = Progress(
         phase="compute", step=7, beats=world.nodes[node].beats[member], age_seconds=6.0, lease_seconds=lease
@@ -272,6 +274,7 @@ def suspect(world: World, member: str, *evidence: str, lease: float | None = 5.0
             evidence=evidence,
             rank=rank,
             pid=None if rank is None else 4711,
+            seen_seconds=seen,
             at=world.now,
         ),
     )
@@ -286,6 +289,33 @@ def test_a_rank_that_stands_apart_is_named_though_nothing_was_learnt(ranks):
     assert (incident.verdict.category, culprit.rank, culprit.pid) == ("hang.straggler", 2, 4711)
     assert "rank 2 stands elsewhere" in incident.verdict.summary
     assert [action.member for _, action in orders(ranks, KillMember)] == [member]
+
+
+def test_who_stands_elsewhere_than_all_other_nodes_is_named(ranks):
+    """One rank a node: none can compare by itself. All but one wait in a collective, by fresh words of everybody: that one is named."""
+    *others, guilty = ranks.state.members
+    suspect(ranks, guilty, "elsewhere-twice", "no-cpu", lease=None, rank=1)
+    for name in others[:-1]:
+        suspect(ranks, name, "waits-twice", lease=None)
+    assert not orders(ranks, KillMember)
+    ranks.pass_time(60)
+    suspect(ranks, others[-1], "waits-twice", lease=None)
+    assert not orders(ranks, KillMember)
+    for name in (guilty, *others):
+        word = "elsewhere-twice" if name == guilty else "waits-twice"
+        suspect(ranks, name, word, lease=None, rank=1 if name == guilty else None)
+    assert [action.member for _, action in orders(ranks, KillMember)] == [guilty]
+    assert the_incident(ranks).verdict.culprit.rank == 1
+
+
+def test_a_phase_that_all_nodes_share_names_nobody(ranks):
+    """Everybody elsewhere, or nobody; or one that still had been elsewhere when the others had not yet begun to wait."""
+    for name in ranks.state.members:
+        suspect(ranks, name, "elsewhere-twice", lease=None)
+    ranks.pass_time(12)
+    for name in ranks.state.members:
+        suspect(ranks, name, "waits-twice", lease=None)
+    assert not orders(ranks, KillMember)
 
 
 def test_a_stopped_member_is_killed_and_restarted_in_one_incident(rl):
