@@ -63,19 +63,24 @@ class Sidecar:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> bool:
-        """True if it had to be started."""
+        """True if it had to be started. One that cannot be started is told as a flush that failed, and tried again at the next word."""
         if self.is_alive():
             return False
         self._release()
         package_root = str(Path(__file__).resolve().parent.parent)
         paths = [package_root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "easyckpt.sidecar", msgspec.json.encode(self._settings).decode()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            start_new_session=True,  # Ctrl-C in the terminal is the trainer's; the last flush goes on
-        )
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "easyckpt.sidecar", msgspec.json.encode(self._settings).decode()],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                start_new_session=True,  # Ctrl-C in the terminal is the trainer's; the last flush goes on
+            )
+        except OSError as error:
+            text = f"the flushing helper cannot be started: {error}. Memory holds the newest step and training goes on"
+            self._listener(Event(kind="flush_failed", text=text, tier="storage"))
+            return False
         self._reader = threading.Thread(target=self._read, args=(self._process,), name="easyckpt-events", daemon=True)
         self._reader.start()
         return True
