@@ -36,7 +36,7 @@ def diagnose_all(state: State, view: View, xids: XidTable, now: float) -> Verdic
     pictures = {(node, file): kept for node, seen in view.nodes.items() for file, kept in seen.logs.items()}
     logs = [pictures[name] for name in sorted(pictures)]
     told = [one for one in state.findings if one.weight >= SUPPORTS and not pictures.keys() & _places(one)]
-    found = collect(logs, xids, now=now)  # type: ignore[arg-type]  # a picture has all that is asked of a scan
+    found = collect(logs, xids, now=now)
     return diagnose((*found, *told), now)
 
 

@@ -13,9 +13,10 @@ from typing import Final
 import msgspec
 
 from aimaster.catalogue.blocks import FlightTable, HangDump, TorchrunReport, Traceback
+from aimaster.catalogue.kept import Log
 from aimaster.catalogue.lines import DAY, Stamp, complete, read_speaker, read_stamp
 from aimaster.catalogue.names import Names, is_address
-from aimaster.catalogue.scan import Hit, LogScan, ProgressMark
+from aimaster.catalogue.scan import Hit, ProgressMark
 from aimaster.catalogue.xid import APPLICATION_FIRST, XidTable, sxid_is_fatal
 from aimaster.telemetry.scrub import scrub
 from aimaster.wire.health import Action, Evidence, FaultOf, Finding, Role, Severity, Subject
@@ -55,7 +56,7 @@ EXIT_MEANINGS: Final[dict[int, tuple[str, Role, int]]] = {
 """What an exit code alone suggests; every other code only says that the process ended."""
 
 
-def collect(scans: Iterable[LogScan], xids: XidTable, *, now: float) -> list[Finding]:
+def collect(scans: Iterable[Log], xids: XidTable, *, now: float) -> list[Finding]:
     """Findings of all scans, in order of time; `now` dates logs that tell no date at all."""
     scans = list(scans)
     near = _reference(scans, now)
@@ -68,7 +69,7 @@ def collect(scans: Iterable[LogScan], xids: XidTable, *, now: float) -> list[Fin
     return found
 
 
-def _reference(scans: Sequence[LogScan], now: float) -> float:
+def _reference(scans: Sequence[Log], now: float) -> float:
     """A complete time from the logs themselves, else now."""
     stamps: list[Stamp] = [
         stamp
@@ -95,7 +96,7 @@ def normal_gpu(gpu: str | None) -> str | None:
 
 
 class _OneLog:
-    def __init__(self, scan: LogScan, names: Names, xids: XidTable, near: float) -> None:
+    def __init__(self, scan: Log, names: Names, xids: XidTable, near: float) -> None:
         self.scan, self.names, self.xids, self.near = scan, names, xids, near
         self._tracebacks = [block for block in scan.blocks if isinstance(block, Traceback)]
 

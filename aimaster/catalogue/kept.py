@@ -4,11 +4,12 @@ reads finished logs. Bounded: of each sign the first statements, in the order of
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Final, Protocol
 
 import msgspec
 
-from aimaster.catalogue.blocks import AnyBlock
+from aimaster.catalogue.blocks import AnyBlock, Block
 from aimaster.catalogue.lines import Stamp, read_stamp, speaker_of_file
 from aimaster.catalogue.scan import LOOK_BACK, Hit, LogScan, ProgressMark
 from aimaster.wire.health import Subject
@@ -18,6 +19,30 @@ MOST_OF_AN_ECHO: Final = 12
 MOST_FACTS: Final = 400
 """Who is who: a Ray head log names a thousand nodes."""
 MOST_BLOCKS: Final = 40
+
+
+class Log(Protocol):
+    """A log as far as it was read: a scan, or what one has kept."""
+
+    @property
+    def node(self) -> str | None: ...
+    @property
+    def file(self) -> str: ...
+    @property
+    def about(self) -> Subject: ...
+    @property
+    def hits(self) -> Sequence[Hit]: ...
+    @property
+    def blocks(self) -> Sequence[Block]: ...
+    @property
+    def hosts(self) -> Mapping[str, int]: ...
+    @property
+    def progress(self) -> Sequence[ProgressMark]: ...
+    @property
+    def first_stamp(self) -> Stamp | None: ...
+    @property
+    def end_stamp(self) -> Stamp | None: ...
+    def steps_after(self, offset: int) -> int: ...
 
 
 class Steps(msgspec.Struct, frozen=True, kw_only=True):

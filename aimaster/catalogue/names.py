@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from aimaster.catalogue.scan import LogScan
+    from aimaster.catalogue.kept import Log
 
 _ADDRESS = re.compile(r"^\d+\.\d+\.\d+\.\d+$")
 _AWS_NAME = re.compile(r"^ip-(\d+)-(\d+)-(\d+)-(\d+)(?:\..*)?$")
@@ -32,7 +32,7 @@ def _neighbours(host: str, node: str | None) -> bool:
     return node is not None and host != node and re.sub(r"\d+", "#", host) == re.sub(r"\d+", "#", node)
 
 
-def _accused(scan: LogScan) -> set[str]:
+def _accused(scan: Log) -> set[str]:
     """Hosts that a log speaks of as others: what they print into it is theirs, not its own node's."""
     return {hit.groups["node"] for hit in scan.hits if hit.sign.role == "accusation" and hit.groups.get("node")}
 
@@ -40,7 +40,7 @@ def _accused(scan: LogScan) -> set[str]:
 class Names:
     """Answers which node a name, address or id means."""
 
-    def __init__(self, scans: Sequence[LogScan]) -> None:
+    def __init__(self, scans: Sequence[Log]) -> None:
         self._known = {scan.node for scan in scans if scan.node is not None}
         self._alias: dict[str, str] = {}
         self._ray: dict[str, str] = {}
@@ -66,12 +66,12 @@ class Names:
         for scan in scans:
             self._learn_ray(scan)
 
-    def _learn_addresses(self, scan: LogScan, claims: dict[str, set[str]]) -> None:
+    def _learn_addresses(self, scan: Log, claims: dict[str, set[str]]) -> None:
         for hit in scan.hits:
             if hit.sign.id == "nccl.own-address" and scan.node is not None and id(scan) not in self._central:
                 claims.setdefault(hit.groups["address"], set()).add(scan.node)
 
-    def _learn_ray(self, scan: LogScan) -> None:
+    def _learn_ray(self, scan: Log) -> None:
         for hit in scan.hits:
             node_id = hit.groups.get("node_id")
             if not node_id or hit.sign.source != "ray":
@@ -103,7 +103,7 @@ class Names:
             return fitting[0]
         return name if is_address(name) else short
 
-    def speaker_node(self, scan: LogScan, host: str) -> str | None:
+    def speaker_node(self, scan: Log, host: str) -> str | None:
         """The node that wrote a line of this log: its folder, except in a log that many nodes write to."""
         if not host:
             return scan.node
