@@ -360,6 +360,11 @@ class Keeper:
         """End the thread; pins end with this process."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no segment lies here, sealed or not."""
+        return not any(self.folder.iterdir()) if self.folder.is_dir() else True
+
     def remove(self) -> None:
         """Remove the node's memory, at the clean end of a run."""
         shutil.rmtree(self.memory, ignore_errors=True)

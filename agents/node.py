@@ -276,6 +276,7 @@ class Node:
         log.warning("front_gone", pid=front.pid)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stop_all(self._pace.end_seconds / 2), self._pace.end_seconds)
+        self._remove_memory = self._keeper.is_empty  # else it is what the next start restores from
         self._ending.set()
 
     async def _stop_all(self, grace_seconds: float) -> None:

@@ -116,8 +116,8 @@ def end_if_stopped(d: Draft) -> None:
 
 
 def waits_for_nodes(state: State) -> list[NodeId]:
-    """Nodes that have not said that they stopped."""
-    return [node.node for node in state.nodes.values() if node.state in REACHABLE]
+    """Nodes that have not said that they stopped; one whose agent has yet to come is told when it does."""
+    return [node.node for node in state.nodes.values() if node.state in REACHABLE or node.state == "waiting"]
 
 
 def _end(d: Draft) -> None:

@@ -33,7 +33,7 @@ from aimaster.cli.front_supervise import Supervised
 from aimaster.clusters.base import Cluster, Program
 from aimaster.clusters.local import adopt_orphans, kill_descendants, reap_orphans
 from aimaster.wire.ids import NodeId
-from aimaster.wire.places import node_memory
+from aimaster.wire.places import node_memory, segments
 from aimaster.wire.status import JobStatus
 from aimaster.wire.topology import JobPlan
 
@@ -273,12 +273,14 @@ class Front:
     def _remove_memory(self) -> None:
         """What an agent that died near the end did not remove itself, once nothing in it can be needed again.
 
-        A job of ours that failed or was stopped goes on later: then the memory is left to the agents.
+        A job of ours that failed or was stopped goes on later, from the segments that are left in memory.
         """
         outcome, _ = self._outcome()
-        if outcome == "finished" or (outcome == "failed" and self._plan.kind == "command"):
-            for node in self._agents:
-                shutil.rmtree(node_memory(self._plan.run_id, node), ignore_errors=True)
+        over = outcome == "finished" or (outcome == "failed" and self._plan.kind == "command")
+        for node in self._agents:
+            memory = node_memory(self._plan.run_id, node)
+            if over or not any(segments(memory).glob("*")):
+                shutil.rmtree(memory, ignore_errors=True)
 
     def _outcome(self) -> tuple[Outcome, str]:
         state = self._status.state if self._status is not None else ""

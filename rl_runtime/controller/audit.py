@@ -79,13 +79,15 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
 def audit(run: Path) -> AuditReport:
     """Audit a run folder. Raises JournalError where the ledger cannot be read."""
     places = RunPlaces(run)
+    # Snapshots first: of a run that goes on, the ledger read after them knows every step that they can be of.
+    snapshots = list(snapshot_chains(places))
     count = Count()
     for entry in read_ledger(places.ledger):
         if isinstance(entry, Account):
             count.begin_at(entry)
         else:
             count.take(entry)
-    return count.report(snapshot_chains(places))
+    return count.report(snapshots)
 
 
 class Count:

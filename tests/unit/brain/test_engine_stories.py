@@ -763,6 +763,24 @@ def test_a_gone_front_stops_everything_soon_and_keeps_the_memory(rl):
     assert not any(action.remove_memory for _, action in orders(rl, StopNode))
 
 
+def test_a_stop_in_start_up_waits_for_agents_that_have_yet_to_come():
+    """Whoever comes in that time is told to stop, and the job has ended when all were; who never comes is waited for with a deadline."""
+    for comes in (True, False):
+        job = World(plan_of(RL))
+        job.tell(StopRequested(reason="enough"))
+        assert job.state.phase == "stopping"
+        job.connect("node-0")
+        assert {node for node, _ in orders(job, StopNode)} == {"node-0"}
+        assert job.state.phase == "stopping"
+        if comes:
+            job.connect("node-1")
+        else:
+            job.pass_time(31)
+            assert "gave up waiting for node-1" in job.state.ending.reason
+        assert job.state.phase == "failed"
+        assert not job.started()
+
+
 def test_deaths_while_stopping_are_no_incidents(rl):
     """What dies on the way out was asked to."""
     rl.disconnect("node-1")
