@@ -23,6 +23,7 @@ from aimaster.wire.ids import NodeId
 from aimaster.wire.messages import AgentEvent, Found
 
 SCAN_BYTES = 16 << 20
+QUIET_SECONDS = 2.0
 AGAIN_SECONDS = 600.0
 """The same sign of the same file is news again after this long."""
 log = structlog.get_logger()
@@ -79,7 +80,12 @@ class NamedLogs:
         thread.start()
         try:
             while True:
-                self.take(await waiting.get())
+                try:
+                    gains = await asyncio.wait_for(waiting.get(), QUIET_SECONDS)
+                except TimeoutError:
+                    self.settle()
+                    continue
+                self.take(gains)
                 thread.taken()
         finally:
             thread.close()
@@ -93,23 +99,36 @@ class NamedLogs:
             elif (left := self._files.pop(gain.path, None)) is not None and left.scan is not None and self._ended:
                 self._ended(join(left.past, keep(left.scan)))
 
-    def _feed(self, named: _Named, pieces: Iterable[bytes]) -> None:
+    def settle(self) -> None:
+        """Nothing was gained for a while: last lines without an end are as whole as they will be."""
+        for named in self._files.values():
+            self._feed(named, (), settles=True)
+
+    def _feed(self, named: _Named, pieces: Iterable[bytes], *, settles: bool = False) -> None:
         try:
             for piece in pieces:
                 self.bytes_read += len(piece)
-                scan = named.scan
-                if scan is None or scan.bytes_read - named.began > SCAN_BYTES:
-                    scan = self._begin_scan(named)
-                scan.feed(piece)
-            if named.scan is not None and len(named.scan.hits) > named.seen:
-                named.seen = len(named.scan.hits)
-                self._tell(named, named.scan)
+                self._feed_piece(named, piece)
+            if named.scan is not None and settles:
+                named.scan.settle()
+            self._tell_news(named)
         except Exception:  # a sign that fails blinds us for this file's present piece alone
             log.exception("log_not_judged", file=named.path)
             named.scan = None
 
+    def _feed_piece(self, named: _Named, piece: bytes) -> None:
+        """A scan that has read enough gives way to another between two statements."""
+        scan = named.scan or self._begin_scan(named)
+        if scan.bytes_read - named.began > SCAN_BYTES and (cut := piece.rfind(b"\n") + 1):
+            scan.feed(piece[:cut])
+            piece = piece[cut:]
+            if scan.between_statements:
+                scan = self._begin_scan(named)
+        scan.feed(piece)
+
     def _begin_scan(self, named: _Named) -> LogScan:
         if named.scan is not None:
+            self._tell_news(named)
             named.past = join(named.past, keep(named.scan))
             named.began = named.scan.bytes_read
         named.scan = LogScan(self._catalogue, node=self._node, file=named.path, count_lines=False)
@@ -120,6 +139,11 @@ class NamedLogs:
     def followed(self) -> Iterable[_Named]:
         """The logs there are."""
         return self._files.values()
+
+    def _tell_news(self, named: _Named) -> None:
+        if named.scan is not None and len(named.scan.hits) > named.seen:
+            named.seen = len(named.scan.hits)
+            self._tell(named, named.scan)
 
     def _tell(self, named: _Named, scan: LogScan) -> None:
         now = time.time()

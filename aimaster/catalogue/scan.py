@@ -132,11 +132,20 @@ class LogScan:
         self._rest = data[cut:]
         self._read(data[:cut])
 
-    def finish(self) -> None:
-        """Reads the last line even if it has no newline, and closes open blocks."""
+    @property
+    def between_statements(self) -> bool:
+        """Whether no line and no block of lines is half read."""
+        return not self._rest and not self._open
+
+    def settle(self) -> None:
+        """Reads a last line without an end, which nobody goes on with."""
         if self._rest:
             rest, self._rest = self._rest, b""
             self._read(rest)
+
+    def finish(self) -> None:
+        """Reads the last line even if it has no newline, and closes open blocks."""
+        self.settle()
         self._open.clear()
         self.note_progress()
         for line in reversed(self._before[-LOOK_BACK:].splitlines()[-60:]):

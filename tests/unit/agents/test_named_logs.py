@@ -2,11 +2,12 @@ import time
 
 import pytest
 
-from agents import discovery, follow
+from agents import discovery, follow, paths
 from agents.discovery import Discovery, split
 from agents.follow import Follower, FollowThread
 from agents.paths import NamedLogs
 from aimaster import catalogue
+from aimaster.catalogue.kept import join, keep
 
 LOST = "kernel: NVRM: GPU 0000:18:00.0: GPU has fallen off the bus.\n"
 DEAD = "kernel: EXT4-fs (md0): Remounting filesystem read-only\n"
@@ -79,6 +80,42 @@ def test_a_decisive_line_is_found_in_any_flood(watch, tmp_path):
         watch.tick()
         assert time.monotonic() < deadline
     assert [one.category for one in watch.told] == ["gpu.lost"]
+
+
+def test_a_last_line_without_an_end_is_read_when_all_is_quiet(watch, tmp_path):
+    """A program that died in the middle of its last line: what stands there is told, once."""
+    log = tmp_path / "a.log"
+    watch.tick()
+    log.write_text("step 1\n" + LOST.rstrip())
+    watch.tick()
+    assert watch.told == []
+    watch.settle()
+    watch.settle()
+    assert [(one.category, one.evidence[0].offset) for one in watch.told] == [("gpu.lost", len("step 1\n"))]
+
+
+def test_a_scan_begins_anew_between_two_lines(watch, tmp_path, monkeypatch):
+    """However the pieces are cut, no decisive line falls into the seam between two scans, and what the first kept is kept."""
+    monkeypatch.setattr(paths, "SCAN_BYTES", 50)
+    log = tmp_path / "a.log"
+    watch.tick()
+    text = (
+        "".join(f"step {n} loss 1.0\n" for n in range(10))
+        + LOST
+        + "".join(f"step {n} loss 1.0\n" for n in range(10, 20))
+        + DEAD
+    )
+    for cut in range(0, len(text), 7):
+        with log.open("a") as file:
+            file.write(text[cut : cut + 7])
+        watch.tick()
+    (named,) = watch.followed()
+    assert named.began > 50
+    assert [(one.category, one.evidence[0].offset) for one in watch.told] == [
+        ("gpu.lost", text.index(LOST)),
+        ("node.disk_fault", text.index(DEAD)),
+    ]
+    assert [hit.sign.category for hit in join(named.past, keep(named.scan)).hits] == ["gpu.lost", "node.disk_fault"]
 
 
 def test_files_are_bounded(watch, tmp_path, monkeypatch):
