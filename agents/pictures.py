@@ -17,8 +17,7 @@ from aimaster.wire import codec
 from aimaster.wire.messages import LogPicture
 
 STEPS_SECONDS = 2.0
-AGAIN_SECONDS = 10.0
-"""The same words said again change times and counts only."""
+"""Between two words on how far a log has come, or on what it says again and again."""
 PULSE_BYTES = 256 << 10
 BYTES_PER_SECOND = 64 << 10
 """A large picture is sent less often."""
@@ -38,6 +37,7 @@ class Followed(Protocol):
 
 class _Sent(msgspec.Struct, kw_only=True):
     mark: tuple[int, ...]
+    repeats: int
     bytes_read: int
     at: float
     whole_at: float
@@ -95,15 +95,20 @@ class LogPictures:
         if not scan.bytes_read and past is None:
             return None
         mark = (id(scan), len(scan.hits), len(scan.blocks), sum(block.lines for block in scan.blocks[-4:]))
-        again = sent is None or mark != sent.mark or (bool(scan.hits) and now - sent.whole_at >= AGAIN_SECONDS)
-        if sent is None or (again and now - sent.whole_at >= sent.pause_seconds):
-            whole = codec.encode(join(past, keep(scan)))
-            pause = len(whole) / BYTES_PER_SECOND
-            self._sent[scan.file] = _Sent(
-                mark=mark, bytes_read=scan.bytes_read, at=now, whole_at=now, pause_seconds=pause
-            )
-            return LogPicture(file=scan.file, whole=whole)
-        if again or now - sent.at < STEPS_SECONDS:
-            return None
-        sent.bytes_read, sent.at = scan.bytes_read, now
-        return LogPicture(file=scan.file, steps=codec.encode(keep_steps(scan)))
+        repeats = sum(hit.count for hit in scan.hits)
+        pause = 0.0
+        if sent is not None and mark == sent.mark:
+            pause = STEPS_SECONDS
+            if repeats == sent.repeats:
+                if now - sent.at < STEPS_SECONDS:
+                    return None
+                sent.bytes_read, sent.at = scan.bytes_read, now
+                return LogPicture(file=scan.file, steps=codec.encode(keep_steps(scan)))
+        if sent is not None and now - sent.whole_at < max(pause, sent.pause_seconds):
+            return None  # nor how far it has come: that would tell of words that are not told yet
+        whole = codec.encode(join(past, keep(scan)))
+        self._sent[scan.file] = _Sent(
+            mark=mark, repeats=repeats, bytes_read=scan.bytes_read, at=now, whole_at=now,
+            pause_seconds=len(whole) / BYTES_PER_SECOND,
+        )  # fmt: skip
+        return LogPicture(file=scan.file, whole=whole)

@@ -62,18 +62,20 @@ def test_news_is_sent_whole_and_steps_alone(signs, clock):
 
 
 def test_the_same_words_again_go_now_and_then(signs, clock):
-    """Repeats change counts and times alone: they wait."""
+    """Repeats change counts and times alone: they wait, and how far the log has come is not told before them."""
     log = Log(signs)
     shown = LogPictures(lambda: [log], clock)
     log.write(LOST)
     assert kinds(shown.fresh(1)) == [("a.log", "whole")]
     log.write(LOST)
+    assert shown.fresh(1) == ()
+    log.write(LOST + "step 1\n")
     clock.now += pictures.STEPS_SECONDS
-    assert kinds(shown.fresh(1)) == [("a.log", "steps")]
-    log.write(LOST)
-    clock.now += pictures.AGAIN_SECONDS
     (whole,) = shown.fresh(1)
     assert codec.decode(whole.whole, Kept).hits[0].count == 3
+    log.write("step 2\n")
+    clock.now += pictures.STEPS_SECONDS
+    assert kinds(shown.fresh(1)) == [("a.log", "steps")]
 
 
 def test_a_new_connection_is_told_everything(signs, clock):
