@@ -162,6 +162,7 @@ class Slot:
 
     def _create(self, prefix_bytes: int, data_bytes: int) -> None:
         shm.refuse_pinned(self.path)
+        shm.open_folder(self.path.parent)  # a cleaner of /dev/shm takes folders as well
         self.path.unlink(missing_ok=True)
         self.version = None
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -8,6 +8,7 @@ does not help, every save copies at once: what a caller may do after `save` neve
 from __future__ import annotations
 
 import bisect
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -22,9 +23,10 @@ if TYPE_CHECKING:
     from easyckpt.slot import Slot
     from easyckpt.snapshot import Leaf
 
-LEAST_BYTES = 1 << 20
+LEAST_BYTES = 256 << 10
 """Smaller tensors are copied at once: together they are small, and each would cost its own system calls."""
 STARTS = 3
+_PRIVATE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ...p \S+ \S+ 0(?=\s)", re.MULTILINE)
 HUGE_STEP_BYTES = 32 << 20
 HUGE_SECONDS = 0.05
 """Spent after a save on asking for huge pages; the rest is asked for after the next one."""
@@ -38,7 +40,6 @@ class Shield:
         self._refused = refused
         self._guard = Guard.open()
         self._starts = 1
-        self._private: set[Region] = set()
         self._huge: set[int] = set()
         self._unprotectable: set[str] = set()
 
@@ -105,19 +106,15 @@ class Shield:
 
     def _eligible(self, leaves: Iterable[Leaf]) -> list[Leaf]:
         """Large, in the order of the file, and in memory that only this process can write to."""
-        fitting = [
+        own = private_memory()
+        return [
             leaf
             for leaf in leaves
             if leaf.address
             and leaf.entry.nbytes >= LEAST_BYTES
             and leaf.entry.name not in self._unprotectable
-            and not leaf.tensor.is_shared()  # type: ignore[no-untyped-call]
+            and is_within(_place(leaf), own)
         ]
-        unknown = {_place(leaf) for leaf in fitting} - self._private
-        if unknown:
-            own = private_memory()
-            self._private.update(place for place in unknown if is_within(place, own))
-        return [leaf for leaf in fitting if _place(leaf) in self._private]
 
 
 def _place(leaf: Leaf, offset: int = 0) -> Region:
@@ -125,18 +122,15 @@ def _place(leaf: Leaf, offset: int = 0) -> Region:
 
 
 def private_memory() -> list[tuple[int, int]]:
-    """(begin, end) of this process's own anonymous memory, as the kernel lists it: no file, shared with nobody."""
+    """(begin, end) of this process's own anonymous memory, as the kernel lists it now: no file, shared with nobody."""
     found: list[tuple[int, int]] = []
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
-        for line in file:
-            bounds, rights, _offset, _device, inode = line.split(maxsplit=5)[:5]
-            begin, end = (int(bound, 16) for bound in bounds.split("-"))
-            if rights[3] != "p" or inode != "0":
-                continue
-            if found and found[-1][1] == begin:
-                found[-1] = (found[-1][0], end)
-            else:
-                found.append((begin, end))
+    with open("/proc/self/maps", "rb") as file:
+        listed = file.read()
+    for begin, end in ((int(one[1], 16), int(one[2], 16)) for one in _PRIVATE.finditer(listed)):
+        if found and found[-1][1] == begin:
+            found[-1] = (found[-1][0], end)
+        else:
+            found.append((begin, end))
     return found
 
 

@@ -127,7 +127,7 @@ class Guard:
         left += [index for index, one in enumerate(inner) if one is None]
         for index, region in enumerate(regions):
             for edge in region.edges if index not in left else ():
-                memory.copy(address + edge.at, edge.address, edge.nbytes)
+                memory.copy_small(address + edge.at, edge.address, edge.nbytes)
         return left
 
     def finish(self) -> int:

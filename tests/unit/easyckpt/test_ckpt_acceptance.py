@@ -67,6 +67,12 @@ def test_memory_unlinked_from_under_us_is_noticed_and_the_next_tier_is_taken(eng
     assert checkpointer.events.counts["segment_lost"] >= 1
     assert checkpointer.restore(state).tier == "shm"
     assert is_of(state, 2)
+    shutil.rmtree(folder)
+    assert checkpointer.restore(state).tier == "storage"
+    assert checkpointer.save(3, filled(3))
+    checkpointer.wait()
+    assert checkpointer.restore(state).tier == "shm"
+    assert is_of(state, 3)
 
 
 def test_saves_to_memory_go_on_while_a_flush_hangs_and_neither_is_lost_or_mixed(engine, folder, tmp_path, monkeypatch):

@@ -87,10 +87,12 @@ def test_large_tensors_are_not_copied_by_the_trainer(engine, monkeypatch):
     from easyckpt import memory
 
     moved = []
-    copy = memory.copy
-    monkeypatch.setattr(
-        memory, "copy", lambda target, source, nbytes: (moved.append(nbytes), copy(target, source, nbytes))
-    )
+
+    def watched(copy):
+        return lambda target, source, nbytes: (moved.append(nbytes), copy(target, source, nbytes))
+
+    for name in ("copy", "copy_small"):
+        monkeypatch.setattr(memory, name, watched(getattr(memory, name)))
     checkpointer = engine()
     checkpointer.save(1, filled(1))
     checkpointer.wait()
