@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 Waiter = Callable[[], None]
+_PLAIN_TYPES = (torch.nn.Parameter, torch.Tensor)
 
 _lock = threading.Lock()
 _optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -42,16 +43,28 @@ def knows(optimizer: Optimizer) -> None:
     _optimizers.add(optimizer)
 
 
-def governed_storages() -> set[int]:
-    """Addresses of the memory that only an optimizer's step changes."""
-    found: set[int] = set()
-    for optimizer in list(_optimizers):
-        for group in optimizer.param_groups:
-            _add_addresses(found, group["params"])
-        for state in optimizer.state.values():
-            if isinstance(state, dict):
-                _add_addresses(found, state.values())
-    return found
+class Governed:
+    """The memory that only an optimizer's step changes, as it is now."""
+
+    def __init__(self) -> None:
+        held: list[Any] = []
+        for optimizer in list(_optimizers):
+            for group in optimizer.param_groups:
+                held += group["params"]
+            for state in optimizer.state.values():
+                held += state.values() if isinstance(state, dict) else ()
+        tensors = [value for value in held if isinstance(value, torch.Tensor)]
+        self._tensors = [value if type(value) in _PLAIN_TYPES else local_part(value) for value in tensors]
+        self._addresses = {tensor.data_ptr() for tensor in self._tensors}
+        self._storages: set[int] | None = None
+
+    def holds(self, tensor: torch.Tensor, address: int) -> bool:
+        """Whether a tensor, whose elements begin at `address`, lies in it: most are the very tensors, others are views into them."""
+        if address in self._addresses:
+            return True
+        if self._storages is None:
+            self._storages = {tensor.untyped_storage().data_ptr() for tensor in self._tensors}
+        return tensor.untyped_storage().data_ptr() in self._storages
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -64,10 +77,3 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     _optimizers.add(optimizer)
     for copier in list(_waiters):
         copier.ready()
-
-
-def _add_addresses(found: set[int], values: Iterable[Any]) -> None:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            local = getattr(value, "_local_tensor", value)
-            found.add(local.untyped_storage().data_ptr())

@@ -232,7 +232,7 @@ class Saver:
 
     def _split(self, captured: Capture, slot: Slot) -> tuple[list[Leaf], list[Leaf], list[Leaf]]:
         """Of the large tensors: what has to be copied now, what only an optimizer's step will change, and what is in the slot already."""
-        governed = gate.governed_storages() if self._overlap or captured.frozen else set()
+        governed = gate.Governed() if self._overlap or captured.frozen else None
         now: list[Leaf] = []
         later: list[Leaf] = []
         kept: list[Leaf] = []
@@ -241,7 +241,7 @@ class Saver:
             if entry.nbytes <= snapshot.SMALL_BYTES or entry.name in self._restless:
                 now.append(leaf)
                 continue
-            is_governed = bool(governed) and leaf.tensor.untyped_storage().data_ptr() in governed
+            is_governed = governed is not None and governed.holds(leaf.tensor, leaf.address)
             is_frozen = entry.name in captured.frozen and not is_governed
             if is_frozen and _is_there(slot, entry):
                 kept.append(leaf.held())
