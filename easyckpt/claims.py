@@ -1,6 +1,6 @@
 """Who writes a checkpoint: of all that would flush the same version, one writes and the others let it. No torch.
 
-A claim is a small file `.claim.N` in the checkpoint's folder, made exclusively; the highest N holds. It gives way to N + 1 when its process is
+A claim is a small file `.claim.N` in the checkpoint's folder (`.claimPART.N` for the ranks of one node), made exclusively; the highest N holds. It gives way to N + 1 when its process is
 gone (seen on the same machine), or when nothing in the folder has changed for CLAIM_SECONDS by the watcher's own clock. A writer that
 wakes up later does no harm: files of a later claim have other names, and only one manifest appears.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 CLAIM_SECONDS = 60.0
 BEAT_SECONDS = 5.0
-_NAME = re.compile(r"\.claim\.(\d+)")
+_NAME = re.compile(r"\.claim(?P<part>[^.]*)\.(?P<number>\d+)")
 _alive: set[str] = set()
 """Marks of this process's own claims: a file that could not be removed after its claim had ended holds nobody up."""
 
@@ -51,9 +51,11 @@ class Claims:
         """By folder: what lay in it, and since when on our clock nothing of it changed."""
 
     @contextlib.contextmanager
-    def held(self, storage: Storage, folder: str) -> Iterator[Claim]:
-        """Makes this process the writer of a checkpoint. Raises BeingFlushed while another is at it, AlreadyFlushed when it is done."""
-        claim = self._take(storage, folder)
+    def held(self, storage: Storage, folder: str, *, part: str = "") -> Iterator[Claim]:
+        """Makes this process the writer of a checkpoint, or of the named part of one. Raises BeingFlushed while another is at it, AlreadyFlushed
+        when it is done.
+        """
+        claim = self._take(storage, folder, part)
         try:
             # Only now: who committed before our claim has removed his.
             if storage.read_manifest(folder) is not None:
@@ -65,13 +67,14 @@ class Claims:
             with contextlib.suppress(EasyckptError, OSError):
                 claim.end()
 
-    def _take(self, storage: Storage, folder: str) -> Claim:
+    def _take(self, storage: Storage, folder: str, part: str) -> Claim:
         stamps = storage.stamps(folder)
-        numbers = sorted(int(found[1]) for name in stamps if (found := _NAME.fullmatch(name)))
+        found = [_NAME.fullmatch(name) for name in stamps]
+        numbers = sorted(int(one["number"]) for one in found if one is not None and one["part"] == part)
         following = numbers[-1] + 1 if numbers else 1
-        if numbers and not self._has_ended(storage, folder, f".claim.{numbers[-1]}", stamps):
+        if numbers and not self._has_ended(storage, folder, f".claim{part}.{numbers[-1]}", stamps):
             raise BeingFlushed(f"{folder} is being written by another process; it is looked at again")
-        claim = Claim(storage, folder, following)
+        claim = Claim(storage, folder, following, part)
         if not claim.begin():
             raise BeingFlushed(f"{folder} was claimed by another process just now; it is looked at again")
         return claim
@@ -95,8 +98,9 @@ class Claims:
 class Claim:
     """The right to write one checkpoint."""
 
-    def __init__(self, storage: Storage, folder: str, number: int) -> None:
+    def __init__(self, storage: Storage, folder: str, number: int, part: str) -> None:
         self.number = number
+        self.part = part
         self.mark = secrets.token_hex(8)
         self._storage = storage
         self._folder = folder
@@ -114,7 +118,7 @@ class Claim:
         _alive.add(self.mark)
         begun = False
         try:
-            begun = self._storage.create(self._folder, f".claim.{self.number}", msgspec.json.encode(holder))
+            begun = self._storage.create(self._folder, f".claim{self.part}.{self.number}", msgspec.json.encode(holder))
         finally:
             if not begun:
                 _alive.discard(self.mark)
@@ -124,7 +128,7 @@ class Claim:
         """Shows that the writer goes on, also where a file that is being written cannot be seen to grow."""
         if time.monotonic() - self._beat_at > BEAT_SECONDS:
             self._beat_at = time.monotonic()
-            self._storage.create(self._folder, f".beat.{self.number}.{int(self._beat_at)}", b"")
+            self._storage.create(self._folder, f".beat{self.part}.{self.number}.{int(self._beat_at)}", b"")
 
     def end(self) -> None:
         """Removes it, with those that it followed and their left-overs once the checkpoint is committed."""
@@ -133,9 +137,9 @@ class Claim:
         going = [
             name
             for name in self._storage.stamps(self._folder)
-            if name == f".claim.{self.number}"
-            or name.startswith(f".beat.{self.number}.")
-            or (committed and name.startswith((".claim.", ".beat.")))
+            if name == f".claim{self.part}.{self.number}"
+            or name.startswith(f".beat{self.part}.{self.number}.")
+            or (committed and name.startswith((".claim", ".beat")))
         ]
         self._storage.remove(self._folder, going)
 

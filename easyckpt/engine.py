@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from easyckpt import agreement, gate, shm, snapshot, sources
+from easyckpt import agreement, gate, parts, shm, snapshot, sources
 from easyckpt.agreement import Agreement
 from easyckpt.copier import Copier
 from easyckpt.errors import EasyckptError, NotReady, Refused, SaveFailed, StorageError
@@ -33,7 +33,7 @@ from easyckpt.restore import Restored, Restorer
 from easyckpt.saver import Saver
 from easyckpt.shardserver import Peer
 from easyckpt.shardwire import Bandwidth
-from easyckpt.sidecar import Settings, Sidecar
+from easyckpt.sidecar import Settings, Sidecar, ranks_here
 from easyckpt.sources import Candidate
 from easyckpt.storage import open_storage
 from easyckpt.writeprotect import Shield
@@ -117,9 +117,10 @@ class Checkpointer:
         self._pace = Pace(time.monotonic())
         self._saver = self._make_saver(slots, mode)
         self._copier = Copier(peers, copies=copies, events=self.events, bandwidth=cap) if copies else None
-        # One flusher for all ranks; under an agent there is none here.
-        flushes = storage if on_sealed is None and rank == 0 else None
-        self._sidecar = self._make_sidecar(flushes, keep, keep_every) if flushes is not None else None
+        # One flusher for all ranks of a node; under an agent there is none here.
+        flushes_here, here = ranks_here(rank, ranks)
+        flushes = storage if on_sealed is None and flushes_here else None
+        self._sidecar = self._make_sidecar(flushes, keep, keep_every, here) if flushes is not None else None
         gate.watch(self)
         atexit.register(self.close)
 
@@ -357,7 +358,11 @@ class Checkpointer:
     def _is_flushed(self) -> bool:
         return self._wanted is None or (self._flushed is not None and self._flushed >= self._wanted)
 
-    def _make_sidecar(self, storage: str | os.PathLike[str], keep: int, keep_every: int | None) -> Sidecar:
+    def _make_sidecar(
+        self, storage: str | os.PathLike[str], keep: int, keep_every: int | None, here: int | None
+    ) -> Sidecar:
+        if here is not None:
+            parts.forget(open_storage(storage), self.role, self.member, range(self.rank, self.rank + here))
         settings = Settings(
             folder=str(self.folder),
             storage=os.fspath(storage),
@@ -366,6 +371,7 @@ class Checkpointer:
             keep=keep,
             keep_every=keep_every,
             parent=os.getpid(),
+            here=here,
         )
         return Sidecar(settings, self._hear_sidecar)
 

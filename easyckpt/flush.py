@@ -16,7 +16,7 @@ from easyckpt import digest, manifest, retain, shm
 from easyckpt.claims import Claim, Claims
 from easyckpt.digest import StreamCheck
 from easyckpt.errors import AlreadyFlushed, BeingFlushed, EasyckptError, Torn, Unsealed
-from easyckpt.events import Event, Events
+from easyckpt.events import Event, Events, Kind
 from easyckpt.layout import Rewind, Version
 from easyckpt.manifest import Manifest, Shard
 from easyckpt.shm import Segment
@@ -45,12 +45,9 @@ def flush_segment(
     if target.read_manifest(folder) is not None:
         raise AlreadyFlushed(f"{folder} is on storage already; nothing was written")
     with contextlib.ExitStack() as stack:
-        # First all pins, then a look at all: a step of which one part went meanwhile must not hold up the other ranks.
-        for segment in segments:
-            stack.enter_context(_pinned(segment, pin_seconds))
-        opened = [stack.enter_context(_reopen(segment)) for segment in segments]
+        files = stack.enter_context(opened(segments, pin_seconds))
         claim = stack.enter_context((claims or Claims()).held(target, folder))
-        shards = [_write(fd, segment, target, folder, claim) for fd, segment in zip(opened, segments, strict=True)]
+        shards = [write_shard(fd, segment, target, folder, claim) for fd, segment in zip(files, segments, strict=True)]
         record = manifest.of([segment.header for segment in segments], shards)
         target.commit(folder, manifest.encode(record))
     return record
@@ -100,13 +97,13 @@ class Flusher:
         """One step, if there is one to flush (marked for it, or any). Raises what went wrong after saying so as an event."""
         if self._flushed is None:
             self._flushed = {record.version for record in list_manifests(self._storage, self._role)}
-        chosen = newest_to_flush(shm.scan(self._folder), self._role, list(self._flushed), marked_only=marked_only)
+        chosen = self._choose(list(self._flushed), marked_only=marked_only)
         if chosen is None:
             return None
         lineage, step = chosen[0].header.version
         started = time.monotonic()
         try:
-            record = flush_segment(chosen, self._storage, claims=self._claims)
+            record = self._write(chosen)
         except AlreadyFlushed:
             self._flushed.add((lineage, step))
             return None
@@ -115,20 +112,37 @@ class Flusher:
         except (EasyckptError, OSError) as error:
             self._events.emit(Event(kind="flush_failed", text=str(error), lineage=lineage, step=step, tier="storage"))
             raise
-        self._flushed.add(record.version)
+        if record is not None:
+            self._note(record, "flush_committed", seconds=time.monotonic() - started)
+            self.tidy()
+        return record
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether others have to do their part before a step is whole on storage."""
+        return False
+
+    def _choose(self, flushed: Sequence[Version], *, marked_only: bool) -> list[Segment] | None:
+        return newest_to_flush(shm.scan(self._folder), self._role, flushed, marked_only=marked_only)
+
+    def _write(self, chosen: list[Segment]) -> Manifest | None:
+        """None where it is not committed yet."""
+        return flush_segment(chosen, self._storage, claims=self._claims)
+
+    def _note(self, record: Manifest, kind: Kind, *, seconds: float = 0.0) -> None:
+        """It is on storage: remember and tell."""
+        self._flushed = {*(self._flushed or ()), record.version}
         self._events.emit(
             Event(
-                kind="flush_committed",
+                kind=kind,
                 text=manifest.folder_name(record),
-                lineage=lineage,
-                step=step,
+                lineage=record.lineage,
+                step=record.step,
                 tier="storage",
                 nbytes=record.nbytes,
-                seconds=time.monotonic() - started,
+                seconds=seconds,
             )
         )
-        self.tidy()
-        return record
 
     @property
     def newest(self) -> Version | None:
@@ -204,6 +218,16 @@ def _check_whole(segments: Sequence[Segment]) -> None:
 
 
 @contextlib.contextmanager
+def opened(segments: Sequence[Segment], pin_seconds: float) -> Iterator[list[int]]:
+    """The files of segments, pinned and proven to hold still what was chosen. Raises Torn."""
+    with contextlib.ExitStack() as stack:
+        # First all pins, then a look at all: a step of which one part went meanwhile must not hold up the other ranks.
+        for segment in segments:
+            stack.enter_context(_pinned(segment, pin_seconds))
+        yield [stack.enter_context(_reopen(segment)) for segment in segments]
+
+
+@contextlib.contextmanager
 def _pinned(segment: Segment, seconds: float) -> Iterator[None]:
     try:
         mark = shm.pin(segment.path, deadline=seconds)
@@ -227,7 +251,8 @@ def _reopen(segment: Segment) -> Iterator[int]:
         os.close(fd)
 
 
-def _write(fd: int, segment: Segment, target: Storage, folder: str, claim: Claim) -> Shard:
+def write_shard(fd: int, segment: Segment, target: Storage, folder: str, claim: Claim) -> Shard:
+    """Makes one rank's file durable, every byte proven on the way."""
     name = manifest.shard_name(segment.header, claim.suffix)
     check = StreamCheck(segment.header, where=str(segment.path))
     prefix = segment.prefix_bytes

@@ -12,7 +12,8 @@ import select
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -21,9 +22,13 @@ from easyckpt import shm
 from easyckpt.errors import EasyckptError
 from easyckpt.events import Event, Events, Listener
 from easyckpt.flush import Flusher
+from easyckpt.parts import PartFlusher
 
 NICENESS = 10
 IDLE_SECONDS = 30.0
+AGAIN_SECONDS = 0.1
+OTHERS_SECONDS = 60.0
+"""How long the last step may wait for the ranks of other nodes."""
 READ_SECONDS = 5.0
 
 
@@ -44,6 +49,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Steps whose multiples are kept for ever."""
     parent: int
     """The trainer."""
+    here: int | None = None
+    """Ranks of the member on this node, where others are elsewhere."""
+
+
+def ranks_here(rank: int, ranks: int) -> tuple[bool, int | None]:
+    """Whether this rank flushes for its node, and how many ranks are there where not all are, as torchrun's variables tell."""
+    told = os.environ
+    if told.get("WORLD_SIZE") != str(ranks) or not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= set(told):
+        return rank == 0, None
+    here = int(told["LOCAL_WORLD_SIZE"])
+    return told["LOCAL_RANK"] == "0", here if here < ranks else None
 
 
 class Sidecar:
@@ -138,25 +154,31 @@ def run(settings: Settings) -> None:
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     events = Events(_tell_trainer)
-    flusher = Flusher(
-        Path(settings.folder),
-        settings.storage,
-        role=settings.role,
-        keep=settings.keep,
-        keep_every=settings.keep_every,
-        events=events,
-    )
+    flusher = _make_flusher(settings, events)
     _look_around(Path(settings.folder), events)
     closing = False
-    for word in _words(settings.parent):
+    for word in _words(settings.parent, lambda: AGAIN_SECONDS if flusher.is_waiting else IDLE_SECONDS):
         closing = word == "close"
         if _flush_all(flusher) and flusher.newest is not None and word:
             # Another writer may have been faster: the trainer hears what is there, whoever brought it.
             lineage, step = flusher.newest
             events.emit(Event(kind="flush_found", lineage=lineage, step=step, tier="storage"))
     # Whatever the interval: the newest state must not depend on this node's memory any longer.
-    if _flush_all(flusher, marked_only=False) and closing:
+    done = _flush_all(flusher, marked_only=False)
+    give_up_at = time.monotonic() + OTHERS_SECONDS
+    while flusher.is_waiting and time.monotonic() < give_up_at:
+        time.sleep(AGAIN_SECONDS)
+        done = _flush_all(flusher, marked_only=False)
+    if done and closing and not flusher.is_waiting:
         _remove_own(Path(settings.folder), settings.member)
+
+
+def _make_flusher(settings: Settings, events: Events) -> Flusher:
+    folder, storage, role = Path(settings.folder), settings.storage, settings.role
+    keep, keep_every = settings.keep, settings.keep_every
+    if settings.here is None:
+        return Flusher(folder, storage, role=role, keep=keep, keep_every=keep_every, events=events)
+    return PartFlusher(folder, storage, here=settings.here, role=role, keep=keep, keep_every=keep_every, events=events)
 
 
 def _look_around(folder: Path, events: Events) -> None:
@@ -181,14 +203,14 @@ def _flush_all(flusher: Flusher, *, marked_only: bool = True) -> bool:
     return True
 
 
-def _words(parent: int) -> Iterator[str]:
+def _words(parent: int, patience_seconds: Callable[[], float]) -> Iterator[str]:
     """What the trainer says, until "close", the end of the pipe or of the trainer (whose children may hold the pipe open)."""
     pidfd = -1
     with contextlib.suppress(ProcessLookupError):
         pidfd = os.pidfd_open(parent)
     pending = b""
     while True:
-        ready, _, _ = select.select([0, pidfd] if pidfd >= 0 else [0], [], [], IDLE_SECONDS)
+        ready, _, _ = select.select([0, pidfd] if pidfd >= 0 else [0], [], [], patience_seconds())
         if 0 in ready:
             block = os.read(0, 4096)
             *lines, pending = (pending + block).split(b"\n")
