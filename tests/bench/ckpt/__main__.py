@@ -32,6 +32,7 @@ COLUMNS = (
     "slowdown",
     "memory",
     "restore",
+    "cpu in restore",
     "cold",
     "restored",
 )
@@ -211,7 +212,7 @@ def verdicts(values: dict, wanted: dict[str, Target]):
 
 def run(bench, options):
     present = set(bench.installed())
-    document = {}
+    document, load = {}, os.getloadavg()[0]
     for gib in options.gib:
         chosen = options.engines or (QUICK if options.quick else LARGE if gib >= 4 else ALL)
         results = {engine.__name__: [] for engine in chosen}
@@ -240,7 +241,7 @@ def run(bench, options):
         values = figures.of_ranks(found) if found else {}
         verdicts(values, figures.RANKS_TARGETS)
         document[f"{RANKS} ranks"] = values
-    print(json.dumps(document))
+    print(json.dumps({**document, "load_average": [round(one, 1) for one in (load, os.getloadavg()[0])]}))
 
 
 def main():

@@ -124,6 +124,11 @@ def of_one_process(results: dict[str, Rounds], overlap: dict[str, Any], wire: Ro
         "restore_shm_over_floor_cpu": ratio(warm_cpu.get("OursMemory"), warm_cpu.get("Floor")),
         "torch_load_over_restore_shm": ratio(warm.get("TorchSave"), own_restore),
         "dcp_load_over_restore_shm": ratio(least(warm, ("DcpSave", "DcpAsync", "DcpReused")), own_restore),
+        "torch_load_over_restore_shm_cpu": ratio(warm_cpu.get("TorchSave"), warm_cpu.get("OursMemory")),
+        "dcp_load_over_restore_shm_cpu": ratio(
+            least(warm_cpu, ("DcpSave", "DcpAsync", "DcpReused")), warm_cpu.get("OursMemory")
+        ),
+        "restore_shm_over_mmap_load_cpu": ratio(warm_cpu.get("OursMemory"), warm_cpu.get("TorchSaveMmap")),
         "torch_load_cold_over_restore_shm": ratio(cold.get("TorchSave"), own_restore),
         "dcp_load_cold_over_restore_shm": ratio(cold.get("DcpSave"), own_restore),
         "restore_shm_over_mmap_load": ratio(own_restore, warm.get("TorchSaveMmap")),
