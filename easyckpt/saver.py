@@ -17,9 +17,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
+import torch
 
 from easyckpt import gate, layout, retain, shm, snapshot
-from easyckpt.cuda import Lane
+from easyckpt.cuda import Lane, word_sum
 from easyckpt.digest import TensorDigest
 from easyckpt.errors import NotReady, Pinned, SaveFailed
 from easyckpt.events import Event, Events, Kind
@@ -50,6 +51,10 @@ class Job(msgspec.Struct, kw_only=True):
     """What the slot still holds from an earlier save: frozen parameters, to be hashed only."""
     expected: dict[str, TensorDigest]
     """Digests that must come out: of what is kept, and in the first saves of what is copied later, at the moment of the save."""
+    lane: Lane | None
+    """The way from devices, where there are some."""
+    sums: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    """In the first saves, of what is copied later from a device: the tensor, and the sum of its bits at the moment of the save."""
     copied: threading.Event
     """Set when everything may change again."""
     started: float
@@ -145,7 +150,11 @@ class Saver:
             # What has to be copied at once is cloned in the order of the training stream, so the host waits for nothing.
             later += [Leaf(leaf.entry, leaf.tensor.detach().clone()) for leaf in now if leaf.tensor.is_cuda]
             now = [leaf for leaf in now if not leaf.tensor.is_cuda]
-        copy = Copy(slot.view(), Lane(sorted(devices, key=str)) if devices else None)
+        proved = later if self._begun < PROVED_SAVES else []
+        # Before the way is opened: it waits for what the training stream was given until then.
+        sums = {leaf.entry.name: (leaf.tensor, word_sum(leaf.tensor)) for leaf in proved if leaf.tensor.is_cuda}
+        lane = Lane(sorted(devices, key=str)) if devices else None
+        copy = Copy(slot.view(), lane)
         copy.copy_small(captured.small)
         copy.copy_only(now)
         copy.finish()
@@ -153,8 +162,7 @@ class Saver:
             leaf.entry.name: TensorDigest(slot.written[leaf.entry.name].digest, slot.written[leaf.entry.name].parts)
             for leaf in kept
         }
-        if self._begun < PROVED_SAVES:
-            expected |= {leaf.entry.name: snapshot.source_digest(leaf.tensor) for leaf in later}
+        expected |= {leaf.entry.name: snapshot.source_digest(leaf.tensor) for leaf in proved if not leaf.tensor.is_cuda}
         self._begun += 1
         copied = threading.Event()
         if not later:
@@ -167,6 +175,8 @@ class Saver:
             guarded=guarded,
             kept=kept,
             expected=expected,
+            lane=lane,
+            sums=sums,
             copied=copied,
             started=started,
         )
@@ -282,13 +292,14 @@ class Saver:
 
     def _finish(self, job: Job) -> None:
         job.copy.copy(job.later)
+        moved = _moved_on_devices(job)
         job.copied.set()
         if self._shield is not None and job.guarded:
             self._shield.finish()
             job.copy.adopt(job.guarded)
         job.copy.keep(job.kept)
         job.copy.hash_rest()
-        self._name_moved(job)
+        self._name_moved(job, moved)
         header = layout.with_digests(job.header, job.copy.digests)
         job.slot.seal(header)
         seconds = time.monotonic() - job.started
@@ -297,8 +308,8 @@ class Saver:
         if self._shield is not None:
             self._shield.settle(job.guarded)
 
-    def _name_moved(self, job: Job) -> None:
-        moved = [name for name, digest in job.expected.items() if job.copy.digests[name] != digest]
+    def _name_moved(self, job: Job, on_devices: list[str]) -> None:
+        moved = on_devices + [name for name, digest in job.expected.items() if job.copy.digests[name] != digest]
         if moved:
             self._restless.update(moved)
             text = f"something else than an optimizer changed {moved} while it was copied"
@@ -308,6 +319,16 @@ class Saver:
     def _tell(self, kind: Kind, version: Version, **fields: str | float) -> None:
         lineage, step = version
         self._events.emit(msgspec.convert({"kind": kind, "lineage": lineage, "step": step, **fields}, Event))
+
+
+def _moved_on_devices(job: Job) -> list[str]:
+    """Names of tensors whose bits are not what they were at the save. Before the optimizer may go on."""
+    lane = job.lane
+    return (
+        []
+        if lane is None
+        else [name for name, (one, at_save) in job.sums.items() if lane.sum_of(one) != lane.number(at_save)]
+    )
 
 
 def _is_there(slot: Slot, entry: TensorEntry) -> bool:

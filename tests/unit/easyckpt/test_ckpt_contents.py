@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from easyckpt import Checkpointer, read_weights, shm
+from easyckpt.cuda import word_sum
 from easyckpt.errors import Mismatch, Unsupported
 from easyckpt.layout import DTYPES
 
@@ -98,6 +99,26 @@ def test_a_view_stores_only_its_own_bytes(checkpointer, folder):
     checkpointer.wait()
     (segment,) = shm.scan(folder)
     assert segment.header.data_bytes == 4 * (4 + 1000)
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_the_sum_that_tells_a_moved_tensor_on_a_device_sees_every_bit(dtype):
+    """It needs no device to be true: equal bits, equal sums; one bit changed, another sum; whatever the shape, type or order in memory."""
+    torch.manual_seed(2)
+    for tensor in (
+        random_of(dtype, (5, 7)),
+        random_of(dtype, (8, 6)).t(),
+        random_of(dtype, ()),
+        random_of(dtype, (9, 4))[::2, 1:],
+    ):
+        before = int(word_sum(tensor))
+        assert int(word_sum(tensor.clone())) == before
+        raw = tensor.contiguous().view(-1).view(torch.uint8).clone()
+        for at in range(0, raw.numel(), 3):
+            raw[at] ^= 1
+            assert int(word_sum(raw.view(tensor.dtype))) != before
+            raw[at] ^= 1
+    assert int(word_sum(random_of(dtype, (0, 3)))) == 0
 
 
 class Packed(torch.Tensor):
