@@ -324,11 +324,9 @@ class Saver:
 def _moved_on_devices(job: Job) -> list[str]:
     """Names of tensors whose bits are not what they were at the save. Before the optimizer may go on."""
     lane = job.lane
-    return (
-        []
-        if lane is None
-        else [name for name, (one, at_save) in job.sums.items() if lane.sum_of(one) != lane.number(at_save)]
-    )
+    if lane is None:
+        return []
+    return [name for name, (one, at_save) in job.sums.items() if lane.sum_of(one) != lane.number(at_save)]
 
 
 def _is_there(slot: Slot, entry: TensorEntry) -> bool:
