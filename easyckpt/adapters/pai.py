@@ -4,8 +4,8 @@
     iteration = load_checkpoint(model, optimizer, scheduler)
     save_checkpoint_if_needed(iteration, model, optimizer, scheduler)
 
-Storage is `save_path`, else the environment's EASYCKPT_RESUME_PATH, else ./checkpoints. Ranks come from RANK and WORLD_SIZE, as launchers set
-them. Models given as a list (pipeline chunks) are saved as a list.
+Storage is `save_path`, else the environment's EASYCKPT_RESUME_PATH, else ./checkpoints. Ranks are those of torch.distributed, else RANK and
+WORLD_SIZE, as launchers set them. Models given as a list (pipeline chunks) are saved as a list.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 import logging
 import os
 from typing import Any
+
+import torch.distributed as dist
 
 from easyckpt.engine import Checkpointer
 from easyckpt.errors import EasyckptError
@@ -37,10 +39,11 @@ def initialize_easyckpt(
         logging.getLogger("easyckpt").addHandler(handler)
         _open["handler"] = handler
     storage = save_path or os.environ.get("EASYCKPT_RESUME_PATH") or "checkpoints"
+    rank, ranks = _place()
     engine = Checkpointer(
         storage,
-        rank=int(os.environ.get("RANK", "0")),
-        ranks=int(os.environ.get("WORLD_SIZE", "1")),
+        rank=rank,
+        ranks=ranks,
         keep=max_ckpt_num,
         flush_every=None,
     )
@@ -71,6 +74,13 @@ def finalize_easyckpt() -> None:
     if handler is not None:
         logging.getLogger("easyckpt").removeHandler(handler)
         handler.close()
+
+
+def _place() -> tuple[int, int]:
+    """(rank, ranks) of this process: what torch.distributed says once it is there, else the launcher's variables."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _engine() -> Checkpointer:

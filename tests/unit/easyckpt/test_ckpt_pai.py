@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from easyckpt import shm
@@ -58,3 +59,17 @@ def test_calls_out_of_order_are_told(where):
         pai.load_checkpoint(nn.Linear(1, 1))
     with pytest.raises(EasyckptError, match="at least 1"):
         pai.initialize_easyckpt(0, 1, 1)
+
+
+def test_ranks_are_those_of_the_process_group_else_of_the_launcher(where, tmp_path, monkeypatch):
+    """A job's platform counts nodes in WORLD_SIZE; once the process group is there it is what counts."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    engine = pai.initialize_easyckpt()
+    assert (engine.rank, engine.ranks) == (1, 3)
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        engine = pai.initialize_easyckpt()
+        assert (engine.rank, engine.ranks) == (0, 1)
+    finally:
+        dist.destroy_process_group()

@@ -33,16 +33,19 @@ class Data:
 
 def run(state, steps):
     """Losses that depend on every source of randomness."""
-    model, optimizer, scheduler, data = state["model"], state["optimizer"], state["scheduler"], state["data"]
+    model, optimizer, scheduler, scaler, data = (
+        state[name] for name in ("model", "optimizer", "scheduler", "scaler", "data")
+    )
     losses = []
     for _ in range(steps):
         x = torch.randn(4, 16) + data.next() + random.random() + float(np.random.rand()) + random.gauss(0, 1)
         loss = model(x).square().mean()
         optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
         scheduler.step()
-        losses.append(loss.item())
+        losses += [loss.item(), scaler.get_scale()]
     return losses
 
 
@@ -53,16 +56,25 @@ def build(seed):
     model = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.3), nn.BatchNorm1d(32), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
-    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": Data(), "rng": RandomState()}
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "scaler": scaler,
+        "data": Data(),
+        "rng": RandomState(),
+    }
 
 
+@pytest.mark.parametrize("mode", ["overlap", "copy"])
 @pytest.mark.parametrize("steps_before", [1, 7])
-def test_the_resumed_losses_are_those_of_the_uninterrupted_run(folder, steps_before):
-    """To the last bit, in a process state that was scrambled in between."""
+def test_the_resumed_losses_are_those_of_the_uninterrupted_run(folder, steps_before, mode):
+    """To the last bit, the scale of the loss included, in a process state that was scrambled in between."""
     state = build(0)
     run(state, steps_before)
     random.gauss(0, 1)  # leaves half of a pair in python's generator
-    engine = Checkpointer(folder=folder)
+    engine = Checkpointer(folder=folder, mode=mode)
     engine.save(steps_before, state)
     want = run(state, 12)
     resumed = build(99)
