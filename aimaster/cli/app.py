@@ -6,6 +6,7 @@ list them. Exit codes are the same for every verb and printed by `--help`.
 
 import difflib
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from typing import Any, Final
 
 import click
 
-from aimaster.cli.exits import EXIT_CODES, INTERRUPTED, CommandError
+from aimaster.cli.exits import EXIT_CODES, FINE, INTERRUPTED, CommandError
 
 VERBS: Final[dict[str, tuple[str, str, str]]] = {
     "run": ("aimaster.cli.run", "run", "Run a job here: a TOML file, or any command after `--`."),
@@ -50,6 +51,12 @@ class LazyGroup(click.Group):
             ctx.fail(f"no verb {args[0]!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
         return super().resolve_command(ctx, args)
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            return FINE  # `| head` has what it wants; click itself would end with the code of a failure
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - click's signature
         with formatter.section("Verbs"):
             formatter.write_dl([(verb, line) for verb, (_, _, line) in VERBS.items()])
@@ -71,6 +78,7 @@ def cli() -> None:
 
 def main(argv: Sequence[str] | None = None) -> Any:
     """Run one command line and exit with its code."""
+    _print_anywhere()
     try:
         code = cli.main(args=None if argv is None else list(argv), prog_name="aimaster", standalone_mode=False)
     except click.ClickException as error:
@@ -81,10 +89,15 @@ def main(argv: Sequence[str] | None = None) -> Any:
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:
-        code = 0
     _let_go_of_closed_pipes()
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _print_anywhere() -> None:
+    """A terminal or pipe of another encoding gets a mark for what it cannot show, and the rest."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _let_go_of_closed_pipes() -> None:

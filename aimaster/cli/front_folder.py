@@ -4,6 +4,7 @@ An unfinished run of the same job is resumed; a finished one is kept and a numbe
 The lock is held for the life of the front; the kernel drops it with the process, so no stale lock is ever in the way.
 """
 
+import contextlib
 import fcntl
 import os
 import secrets
@@ -14,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from aimaster.cli.exits import UsageError
+from aimaster.journal import JournalDamagedError, read_frames
 from aimaster.telemetry.tokens import ROLES, TokenFileError, read_tokens
 from aimaster.wire.ids import RunId
 from aimaster.wire.places import RunPlaces
@@ -59,9 +61,10 @@ class RunFolder:
         write_atomically(self.places.info, msgspec.json.encode(self.info))
 
     def keep_reward_before(self, reward: float) -> None:
-        """For the summary of a later start."""
+        """For the summary of a later start, which lacks it where the disk is full now."""
         self.info = msgspec.structs.replace(self.info, reward_before=reward)
-        write_atomically(self.places.info, msgspec.json.encode(self.info))
+        with contextlib.suppress(OSError):
+            write_atomically(self.places.info, msgspec.json.encode(self.info))
 
     def close(self) -> None:
         os.close(self._lock)
@@ -90,6 +93,7 @@ def open_folder(
             _refuse_foreign(places, before, kind, named=named and number == 1)
             if before is None or resumable(before, kind, source):
                 if before is not None:
+                    _check_journal(places)
                     accept(places)
                 return _begin(places, before, lock, name=name, kind=kind, source=source, now=now)
         except OSError as error:
@@ -100,6 +104,15 @@ def open_folder(
             raise
         os.close(lock)
     raise UsageError(f"no free run folder beside {wanted}: remove old ones, or name another with --run-dir")
+
+
+def _check_journal(places: RunPlaces) -> None:
+    """UsageError on a damaged journal, before a master is started that could only refuse it."""
+    try:
+        for _ in read_frames(places.journal):
+            pass
+    except JournalDamagedError as error:
+        raise UsageError(str(error)) from error
 
 
 def _refuse_foreign(places: RunPlaces, before: RunInfo | None, kind: JobKind, *, named: bool) -> None:
@@ -224,18 +237,23 @@ def read_info(places: RunPlaces) -> RunInfo | None:
 def write_atomically(path: Path, data: bytes) -> None:
     """The whole new content or the whole old one, also after a power cut; readable by the owner alone."""
     temporary = path.with_name(path.name + ".tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
-        with open(descriptor, "wb", closefd=False) as file:
-            file.write(data)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    os.replace(temporary, path)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            with open(descriptor, "wb", closefd=False) as file:
+                file.write(data)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def write_json(path: Path, record: Any) -> None:
-    write_atomically(path, msgspec.json.format(msgspec.json.encode(record), indent=2))
+def as_document(record: Any) -> bytes:
+    """A record as JSON for people."""
+    return msgspec.json.format(msgspec.json.encode(record), indent=2)
 
 
 def _try_lock(descriptor: int) -> bool:

@@ -16,7 +16,7 @@ from aimaster.cli.exits import UsageError
 from aimaster.cli.front import Front
 from aimaster.cli.front_display import choose_display
 from aimaster.cli.front_drills import Drill, DrillError, check_drills, parse_drills
-from aimaster.cli.front_folder import RunFolder, open_folder, write_atomically, write_json
+from aimaster.cli.front_folder import RunFolder, as_document, open_folder, unusable, write_atomically
 from aimaster.cli.front_output import OutputFollower
 from aimaster.cli.front_plan import PlanError, command_name, plan_command, plan_training
 from aimaster.cli.front_preflight import check_command, check_training
@@ -52,7 +52,7 @@ def run_training(resolved: Resolved, file: Path, *, run_dir: Path | None, port: 
     try:
         for change in changes:
             print(f"note: the run goes on with another value: {change}", file=sys.stderr)
-        write_atomically(folder.places.resolved, to_json(resolved))
+        _put(folder, folder.places.resolved, to_json(resolved))
         return conduct(folder, plan_for(folder.info.run_id), drills, port=port, as_json=as_json)
     finally:
         folder.close()
@@ -134,7 +134,7 @@ def check_plan(plan_for: Callable[[RunId], JobPlan], drills: Sequence[Drill]) ->
 def conduct(folder: RunFolder, plan: JobPlan, drills: Sequence[Drill], *, port: int, as_json: bool) -> int:
     """Run the plan to its end and print what came of it."""
     places = folder.places
-    write_json(places.plan, plan)
+    _put(folder, places.plan, as_document(plan))
     display = choose_display(plan)
     display.note(f"{'resuming' if folder.resumed else 'run'} {plan.name} in {places.run}")
     follower = None
@@ -146,8 +146,11 @@ def conduct(folder: RunFolder, plan: JobPlan, drills: Sequence[Drill], *, port: 
         summary = front.drive()
     finally:
         display.close()
-    write_json(places.summary, summary)
-    folder.mark(summary.outcome)
+    try:
+        write_atomically(places.summary, as_document(summary))
+        folder.mark(summary.outcome)
+    except OSError as error:
+        print(f"aimaster: the summary is not kept ({error.strerror}: {error.filename}); it is this:", file=sys.stderr)
     with contextlib.suppress(BrokenPipeError):  # it is kept in the run folder, and the exit code still counts
         # A stdout whose reader stands still would hold the summary up.
         stuck = not as_json and follower is not None and bool(follower.unshown())
@@ -158,6 +161,14 @@ def conduct(folder: RunFolder, plan: JobPlan, drills: Sequence[Drill], *, port: 
             with_traceback=follower is None or stuck,
         )
     return summary.exit_code
+
+
+def _put(folder: RunFolder, file: Path, data: bytes) -> None:
+    """Write a file that the run cannot begin without."""
+    try:
+        write_atomically(file, data)
+    except OSError as error:
+        raise unusable(folder.places.run, error) from error
 
 
 def read_drills(text: str) -> tuple[Drill, ...]:

@@ -37,6 +37,14 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         """Whether somebody set this key."""
         return key in self.sources
 
+    def given_later(self, key: str, other: str) -> bool:
+        """Whether the first was set by a later source: flags come after the environment, and that after the file."""
+        return _place_of(self.origins.get(key, "")) > _place_of(self.origins.get(other, ""))
+
+
+def _place_of(origin: str) -> int:
+    return 2 if origin.startswith("flag ") else 1 if origin.startswith("environment ") else 0
+
 
 class Wrong(msgspec.Struct, frozen=True):
     """A contradiction."""

@@ -8,20 +8,18 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import orjson
-
 from aimaster.settings.case import Case, look
 from aimaster.settings.datafiles import data_files, inner_folder, split_of
 from aimaster.settings.effects import GRPO, REFUSED
 from aimaster.settings.errors import Problem
 from aimaster.settings.job import JobSettings
+from aimaster.settings.modelfolder import model_trouble
 from aimaster.settings.rows import rows_trouble
 from aimaster.settings.spelling import as_path
 from aimaster.settings.table import Table
 from aimaster.settings.toml_text import toml_value
 from aimaster.settings.train_policy import GrpoSettings
 
-WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 TASK = re.compile(r"(sort|add|copy)[1-9][0-9]?|one_?step")
 REWARDS = ("exact", "gsm8k", "gsm8k_lenient", "format", "single_choice", "math_verify", "direct_math", "boxed_math")
 """Reward functions that the runtime has; further ones are `module:function` or entry points of REWARD_GROUP."""
@@ -134,24 +132,8 @@ def _model(job: JobSettings) -> Iterator[tuple[str, str]]:
     if path is None:
         made = "; `make model` makes it" if "smollm2" in given.lower() else ""
         yield key, f"{given} is not here{made or ': name a folder with config.json, a tokenizer and weights'}"
-    elif not (path / "config.json").is_file():
-        yield key, f"{given} holds no config.json: name a Hugging Face model folder"
-    elif not any(True for pattern in WEIGHTS for _ in path.glob(pattern)):
-        yield key, f"{given} holds no weights ({', '.join(WEIGHTS)}): download them into it"
-    elif (trouble := _config_trouble(path / "config.json")) is not None:
-        yield key, f"{path / 'config.json'} {trouble}: name a whole Hugging Face model folder"
-
-
-def _config_trouble(file: Path) -> str | None:
-    """Why a config.json is none of a model."""
-    try:
-        config = orjson.loads(file.read_bytes())
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    except orjson.JSONDecodeError as error:
-        return f"is no JSON ({error})"
-    kind = config.get("model_type") if isinstance(config, dict) else None
-    return None if isinstance(kind, str) and kind else "names no model_type"
+    elif (trouble := model_trouble(path)) is not None:
+        yield key, trouble
 
 
 def _devices(case: Case) -> Iterator[tuple[str, str]]:

@@ -278,6 +278,21 @@ def fresh_model(case: Case) -> Iterator[Outcome]:
         yield Wrong(key, f"is more than aimaster.model.max_position_embeddings = {longest}")
 
 
+def rows(case: Case) -> Iterator[Outcome]:
+    """Of a built-in task and a data set, the one that a later source named; side by side they contradict each other."""
+    task, name = "aimaster.task", f"{GRPO}.dataset.name"
+    if case.grpo is None or not (case.job.aimaster.task and case.grpo.dataset.name):
+        return
+    if case.given_later(name, task):
+        yield Change(task, "", f"follows {name}")
+        yield Note(name, f"takes the place of {task} = {case.job.aimaster.task}")
+    elif case.given_later(task, name):
+        yield Change(name, "", f"follows {task}")
+        yield Note(task, f"takes the place of {name} = {case.grpo.dataset.name}")
+    else:
+        yield Wrong(task, f'and {name} exclude each other: keep one, or give --{task} "" to train on the data set')
+
+
 def template(case: Case) -> Iterator[Outcome]:
     text = case.job.aimaster.prompt_template
     if text and "{prompt}" not in text:
@@ -338,7 +353,7 @@ def without_effect(case: Case) -> Iterator[Outcome]:
 
 # Changes first, in an order in which each sees what it follows from.
 RULES: tuple[Rule, ...] = (
-    one_rank_on_cpu, fresh_model, dtypes, seeds, correction, distillation, staleness, throttle, one_temperature, checkpoints,
+    rows, one_rank_on_cpu, fresh_model, dtypes, seeds, correction, distillation, staleness, throttle, one_temperature, checkpoints,
     compile_for_async_tp, lora, patterns, batches, group, bounds, rewards, uncentralized, balancing, template, placement,
     dapo, answer_room, unused_port, no_effect_on_cpu, without_effect,
 )  # fmt: skip

@@ -19,6 +19,8 @@ from aimaster.settings.errors import Problem
 VARIABLE = re.compile(r"AIMASTER_(\w+?__\w+)")
 SECRET = re.compile(r"(?i)(token|secret|passw|api_?key|credential|access_?key)")
 NUMBER = re.compile(r"-[\d.]")
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""How Python holds bytes of the command line and the environment that are not UTF-8."""
 OTHERS = ("agent",)
 """First parts of variables that set other programs (`AIMASTER_AGENT__…` is the agent's own)."""
 
@@ -41,7 +43,7 @@ Tree = dict[str, Any]
 def read_file(path: Path, problems: list[Problem]) -> Tree:
     """The file's tables; a file that cannot be read or parsed is a problem."""
     try:
-        document = tomllib.loads(path.read_bytes().decode("utf-8"))
+        document = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError:
         problems.append(Problem(key="", where=str(path), text="no such file"))
     except OSError as error:
@@ -113,6 +115,12 @@ def read_flags(tree: Tree, flags: Sequence[str], problems: list[Problem]) -> Non
 
 
 def _place(tree: Tree, path: Sequence[str], given: Given, problems: list[Problem]) -> None:
+    if any(SURROGATE.search(text) for text in (given.value, *path)):
+        text = "is no text: it holds bytes that are not UTF-8"
+        problems.append(
+            Problem(key=SURROGATE.sub("\N{REPLACEMENT CHARACTER}", ".".join(path)), where=given.origin, text=text)
+        )
+        return
     node = tree
     for step in path[:-1]:
         below = node.setdefault(step, {})

@@ -78,7 +78,9 @@ def read_text(text: str, shape: Shape) -> Any:
         ):  # no TOML, or a number or a nesting beyond all measure: as text it fits no number's key
             value = text
     if shape.array and isinstance(value, str):
-        return [part.strip() for part in value.split(",")] if "," in value or not shape.words else value
+        return (
+            [part.strip() for part in value.split(",")] if "," in value or not (shape.words or shape.number) else value
+        )
     if not isinstance(value, str) and (shape.string or shape.words) and not fits(value, shape):
         return text
     return value
@@ -140,6 +142,6 @@ def widen(value: Any, shape: Shape) -> Any:
             return {value: 1.0}
         if isinstance(value, list) and all(isinstance(item, str) for item in value):
             return dict.fromkeys(value, 1.0)
-    if shape.array and isinstance(value, str) and not (shape.string or value in shape.words):
+    if shape.array and isinstance(value, str) and not (shape.string or shape.number or value in shape.words):
         return [value]
     return value

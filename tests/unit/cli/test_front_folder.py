@@ -8,6 +8,7 @@ import pytest
 
 from aimaster.cli.exits import UsageError
 from aimaster.cli.front_folder import open_folder, resumable
+from aimaster.journal import Journal
 from aimaster.wire.places import RunPlaces
 
 SOURCE = ("job.toml",)
@@ -86,6 +87,22 @@ def test_a_folder_of_something_else_is_not_taken(tmp_path):
     with pytest.raises(UsageError, match="not a run folder"):
         begin(tmp_path)
     assert {entry.name for entry in tmp_path.iterdir()} <= {"notes.txt", "lock"}
+
+
+def test_a_damaged_journal_is_named_before_anything_is_started(tmp_path):
+    """With the place of the damage and what to do; nothing is changed."""
+    first = begin(tmp_path)
+    first.close()
+    with Journal.open(first.places.journal) as journal:
+        for payload in (b"one", b"two", b"three"):
+            journal.append_now([payload])
+    (segment,) = first.places.journal.glob("*.journal")
+    data = bytearray(segment.read_bytes())
+    data[data.index(b"two")] ^= 1
+    segment.write_bytes(data)
+    with pytest.raises(UsageError, match="is damaged.*nothing was changed"):
+        begin(tmp_path)
+    assert segment.read_bytes() == data
 
 
 def test_a_damaged_run_record_is_named(tmp_path):

@@ -32,8 +32,9 @@ def test_the_examples_have_none_of_their_own(root: Path, name: str) -> None:
         (None, "is not here"),
         ([], "no config.json"),
         (["config.json"], "holds no weights"),
-        (["config.json", "model.safetensors"], None),
+        (["config.json", "pytorch_model.bin"], None),
         (["config.json", "model.safetensors.index.json"], "holds no weights"),
+        (["config.json", "model.safetensors"], "is no safetensors file, or only its beginning"),
     ],
 )
 def test_a_model_folder_needs_a_config_and_weights(tmp_path: Path, files: list[str] | None, said: str | None) -> None:
@@ -64,6 +65,35 @@ def test_a_config_that_is_none_is_told(tmp_path: Path, config: bytes, said: str)
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     text = texts("--policy.model_name_or_path", str(tmp_path))["policy.model_name_or_path"]
     assert text.startswith(f"{tmp_path / 'config.json'} {said}")
+
+
+@pytest.mark.parametrize(
+    ("cut", "said"),
+    [
+        (0, "is empty"),
+        (4, "only its beginning"),
+        (12, "only its beginning"),
+        (-1, "bytes"),
+        (None, None),
+    ],
+)
+def test_weights_that_were_not_copied_whole_are_told(tmp_path: Path, cut: int | None, said: str | None) -> None:
+    """By their sizes and headers alone, before a member would fail on them."""
+    header = b'{"__metadata__":{"format":"pt"},"w":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}'
+    whole = len(header).to_bytes(8, "little") + header + bytes(16)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    (tmp_path / "model.safetensors").write_bytes(whole[:cut])
+    text = texts("--policy.model_name_or_path", str(tmp_path)).get("policy.model_name_or_path")
+    assert (text is None) if said is None else (text is not None and said in text)
+
+
+def test_a_shard_that_the_index_names_has_to_be_there(tmp_path: Path) -> None:
+    """A model of several files is whole when all of them are."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    (tmp_path / "a.bin").write_bytes(b"weights")
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text('{"weight_map": {"x": "a.bin", "y": "b.bin"}}', encoding="utf-8")
+    assert "lacks b.bin" in texts("--policy.model_name_or_path", str(tmp_path))["policy.model_name_or_path"]
 
 
 def test_rows_need_the_named_columns(tmp_path: Path) -> None:

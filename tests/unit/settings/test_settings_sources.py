@@ -1,6 +1,8 @@
 """Defaults < file < environment < flags, key by key, and every value knows who gave it."""
 
+import codecs
 import itertools
+import os
 from pathlib import Path
 
 import pytest
@@ -94,6 +96,35 @@ def test_flags_are_read_as_the_key_asks(tmp_path: Path, flags: tuple[str, ...], 
     assert found == value
     assert type(found) is type(value)
     assert resolved.warnings == ()
+
+
+@pytest.mark.parametrize("source", ["environment", "flag"])
+def test_bytes_that_are_no_text_are_named_with_their_source(tmp_path: Path, source: str) -> None:
+    """The command line and the environment may hold any bytes."""
+    text = os.fsdecode(b"\xff")
+    environ = {"AIMASTER_TRAIN__OPTM_LR": text} if source == "environment" else {}
+    flags = ("--train.optm_lr", text) if source == "flag" else ()
+    with pytest.raises(SettingsError, match=f"{source}.*train.optm_lr.*not UTF-8"):
+        load_from(tmp_path, flags=flags, environ=environ)
+
+
+def test_a_mark_of_byte_order_is_no_part_of_the_file(tmp_path: Path) -> None:
+    """As editors on other systems write it before UTF-8."""
+    path = tmp_path / "job.toml"
+    path.write_bytes(codecs.BOM_UTF8 + b"[train]\nepoch = 2\n")
+    assert load(path, [], {}, gpus=0).job.train.epoch == 2
+
+
+def test_a_data_set_of_a_later_source_takes_the_place_of_a_task(tmp_path: Path) -> None:
+    """A flag is meant; in one source, both together are a contradiction."""
+    dataset, task = "train.train_policy.dataset.name", "aimaster.task"
+    resolved = load_from(tmp_path, '[aimaster]\ntask = "add2"\n', flags=(f"--{dataset}", "rows"))
+    assert resolved.job.aimaster.task == ""
+    assert any("takes the place of" in note.text for note in resolved.notes)
+    resolved = load_from(tmp_path, '[train.train_policy.dataset]\nname = "rows"\n', flags=(f"--{task}", "add2"))
+    assert (resolved.job.aimaster.task, resolved.job.train.train_policy.dataset.name) == ("add2", "")  # type: ignore[union-attr]
+    with pytest.raises(SettingsError, match="exclude each other"):
+        load_from(tmp_path, flags=(f"--{dataset}", "rows", f"--{task}", "add2"))
 
 
 def test_environment_reaches_every_table(tmp_path: Path) -> None:
