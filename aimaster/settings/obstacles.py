@@ -6,7 +6,6 @@ A dry run shows these as warnings, since it may be read on another machine; a ru
 import importlib.metadata
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from aimaster.settings.case import Case, look
 from aimaster.settings.datafiles import data_files, inner_folder, split_of

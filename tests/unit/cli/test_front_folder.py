@@ -100,7 +100,7 @@ def test_a_damaged_journal_is_named_before_anything_is_started(tmp_path):
     data = bytearray(segment.read_bytes())
     data[data.index(b"two")] ^= 1
     segment.write_bytes(data)
-    with pytest.raises(UsageError, match="is damaged.*nothing was changed"):
+    with pytest.raises(UsageError, match=r"is damaged.*nothing was changed"):
         begin(tmp_path)
     assert segment.read_bytes() == data
 
