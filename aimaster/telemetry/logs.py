@@ -6,7 +6,7 @@ Fields: `ts` (RFC 3339, UTC), `level`, `event` (a stable word), and what was bou
 import logging
 import sys
 from collections.abc import MutableMapping
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import orjson
 import structlog
@@ -19,7 +19,7 @@ FIRST = ("ts", "level", "event", "job", "node", "role")
 
 def set_up_logs(*, stream: TextIO | None = None, level: str = "info", **bound: str) -> None:
     """Configure structlog and the standard library's logging for this process; `bound` fields are on every line."""
-    out = stream or sys.stderr
+    out = _Patient(stream or sys.stderr)
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -36,10 +36,10 @@ def set_up_logs(*, stream: TextIO | None = None, level: str = "info", **bound: s
     structlog.configure(
         processors=[*shared, last],
         wrapper_class=structlog.make_filtering_bound_logger(numbers[level.upper()]),
-        logger_factory=structlog.WriteLoggerFactory(out),
+        logger_factory=structlog.WriteLoggerFactory(cast(TextIO, out)),
         cache_logger_on_first_use=True,
     )
-    handler = logging.StreamHandler(out)
+    handler = logging.StreamHandler(cast(TextIO, out))
     formatter = structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=[_drop_meta, last])
     handler.setFormatter(formatter)
     root = logging.getLogger()
@@ -47,6 +47,30 @@ def set_up_logs(*, stream: TextIO | None = None, level: str = "info", **bound: s
     root.setLevel(max(numbers[level.upper()], logging.WARNING))
     structlog.contextvars.clear_contextvars()
     structlog.contextvars.bind_contextvars(**bound)
+
+
+class _Patient:
+    """A stream whose disk may be full: what cannot be written is lost and counted, and the program goes on."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._lost = 0
+        self.isatty = out.isatty
+
+    def write(self, text: str) -> int:
+        try:
+            if self._lost and text.strip():
+                self._out.write(f"({self._lost} log lines could not be written)\n")
+            self._out.write(text)
+            self._out.flush()
+        except OSError:
+            self._lost += 1
+        else:
+            self._lost = 0
+        return len(text)
+
+    def flush(self) -> None:
+        """Every write is."""
 
 
 def _to_json(record: dict[str, Any], **_: Any) -> str:
