@@ -19,7 +19,7 @@ from easyckpt.errors import AlreadyFlushed, BeingFlushed, EasyckptError, Torn, U
 from easyckpt.events import Event, Events, Kind
 from easyckpt.layout import Rewind, Version
 from easyckpt.manifest import Manifest, Shard
-from easyckpt.shm import Segment
+from easyckpt.shm import Mappings, Segment
 from easyckpt.storage import Storage, list_manifests, open_storage, read_manifests, shard_header
 
 PIECE_BYTES = 16 << 20
@@ -33,10 +33,12 @@ def flush_segment(
     *,
     pin_seconds: float = PIN_SECONDS,
     claims: Claims | None = None,
+    mappings: Mappings | None = None,
 ) -> Manifest:
     """Commits the segments of all ranks of one member at one step. Raises StorageError, Corrupt, Torn, AlreadyFlushed, BeingFlushed.
 
-    Nothing that was committed before is touched; a failed flush leaves no manifest. `claims` remembers what other writers were seen to do.
+    Nothing that was committed before is touched; a failed flush leaves no manifest. `claims` remembers what other writers were seen to do,
+    `mappings` keeps the segments mapped for the next flush.
     """
     segments = [segments] if isinstance(segments, Segment) else sorted(segments, key=lambda one: one.header.rank)
     _check_whole(segments)
@@ -47,7 +49,11 @@ def flush_segment(
     with contextlib.ExitStack() as stack:
         files = stack.enter_context(opened(segments, pin_seconds))
         claim = stack.enter_context((claims or Claims()).held(target, folder))
-        shards = [write_shard(fd, segment, target, folder, claim) for fd, segment in zip(files, segments, strict=True)]
+        mappings = mappings or Mappings()
+        shards = [
+            write_shard(fd, segment, target, folder, claim, mappings)
+            for fd, segment in zip(files, segments, strict=True)
+        ]
         record = manifest.of([segment.header for segment in segments], shards)
         target.commit(folder, manifest.encode(record))
     return record
@@ -92,9 +98,11 @@ class Flusher:
         self._events = events or Events()
         self._flushed: set[Version] | None = None
         self._claims = Claims()
+        self._mappings = Mappings()
 
     def flush_newest(self, *, marked_only: bool = True) -> Manifest | None:
         """One step, if there is one to flush (marked for it, or any). Raises what went wrong after saying so as an event."""
+        self._mappings.tidy()
         if self._flushed is None:
             self._flushed = {record.version for record in list_manifests(self._storage, self._role)}
         chosen = self._choose(list(self._flushed), marked_only=marked_only)
@@ -127,7 +135,7 @@ class Flusher:
 
     def _write(self, chosen: list[Segment]) -> Manifest | None:
         """None where it is not committed yet."""
-        return flush_segment(chosen, self._storage, claims=self._claims)
+        return flush_segment(chosen, self._storage, claims=self._claims, mappings=self._mappings)
 
     def _note(self, record: Manifest, kind: Kind, *, seconds: float = 0.0) -> None:
         """It is on storage: remember and tell."""
@@ -251,13 +259,13 @@ def _reopen(segment: Segment) -> Iterator[int]:
         os.close(fd)
 
 
-def write_shard(fd: int, segment: Segment, target: Storage, folder: str, claim: Claim) -> Shard:
+def write_shard(fd: int, segment: Segment, target: Storage, folder: str, claim: Claim, mappings: Mappings) -> Shard:
     """Makes one rank's file durable, every byte proven on the way."""
     name = manifest.shard_name(segment.header, claim.suffix)
     check = StreamCheck(segment.header, where=str(segment.path))
     prefix = segment.prefix_bytes
 
-    with shm.mapped(fd, segment.nbytes) as view:
+    with mappings.mapped(fd, segment) as view:
 
         def pieces() -> Iterator[memoryview]:
             for at in range(0, segment.nbytes, PIECE_BYTES):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
 
 _MADV_HUGEPAGE = 14
 _MADV_COLLAPSE = 25  # Linux 6.1
@@ -15,6 +17,9 @@ _libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _libc.memcpy.restype = ctypes.c_void_p
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
+
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+_KEEP_SIZE_PUNCH_HOLE = 1 | 2
 
 _libc_locked = ctypes.PyDLL(None)
 """Calls that keep the interpreter's lock: giving it away and taking it back costs more than copying a few kilobytes."""
@@ -82,3 +87,9 @@ def make_huge(address: int, nbytes: int) -> None:
     """Asks for huge pages under memory that is there already; where the kernel has none to give, nothing changes."""
     _libc.madvise(address, nbytes, _MADV_HUGEPAGE)
     _libc.madvise(address, nbytes, _MADV_COLLAPSE)
+
+
+def free(fd: int) -> None:
+    """Gives a file's pages back now, whoever has them mapped: they read zeros. Where the file system cannot, they go with the last mapping."""
+    pages = -(-os.fstat(fd).st_size // mmap.PAGESIZE)
+    _libc.fallocate(fd, _KEEP_SIZE_PUNCH_HOLE, 0, pages * mmap.PAGESIZE)

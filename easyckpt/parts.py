@@ -20,7 +20,7 @@ from easyckpt.events import Events
 from easyckpt.flush import PIN_SECONDS, Flusher, opened, write_shard
 from easyckpt.layout import SegmentHeader, Version
 from easyckpt.manifest import Manifest, Shard
-from easyckpt.shm import Segment
+from easyckpt.shm import Mappings, Segment
 from easyckpt.storage import Storage
 
 
@@ -54,7 +54,7 @@ class PartFlusher(Flusher):
         return newest_part(shm.scan(self._folder), self._role, done, here=self._here, marked_only=marked_only)
 
     def _write(self, chosen: list[Segment]) -> Manifest | None:
-        record = flush_part(chosen, self._storage, self._claims)
+        record = flush_part(chosen, self._storage, self._claims, self._mappings)
         if record is None:
             self._waiting[chosen[0].header.version] = chosen[0].header
         return record
@@ -87,7 +87,7 @@ def newest_part(
     return None
 
 
-def flush_part(segments: Sequence[Segment], storage: Storage, claims: Claims) -> Manifest | None:
+def flush_part(segments: Sequence[Segment], storage: Storage, claims: Claims, mappings: Mappings) -> Manifest | None:
     """Makes this node's ranks durable; the manifest, where they were the last. Raises as `flush.flush_segment` does."""
     header = segments[0].header
     folder = manifest.folder_name(header)
@@ -95,7 +95,7 @@ def flush_part(segments: Sequence[Segment], storage: Storage, claims: Claims) ->
         files = stack.enter_context(opened(segments, PIN_SECONDS))
         claim = stack.enter_context(claims.held(storage, folder, part=f"r{header.rank}"))
         for fd, segment in zip(files, segments, strict=True):
-            shard = write_shard(fd, segment, storage, folder, claim)
+            shard = write_shard(fd, segment, storage, folder, claim, mappings)
             storage.remove(folder, [_record_name(header, segment.header.rank)])  # of a writer who was killed
             storage.create(folder, _record_name(header, segment.header.rank), msgspec.json.encode(shard))
     return commit_when_complete(header, storage)

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from easyckpt import layout, memory, shm
+from easyckpt.errors import NoRoom
 from easyckpt.layout import SegmentHeader, TensorEntry, Version
 
 
@@ -163,17 +164,39 @@ class Slot:
     def _create(self, prefix_bytes: int, data_bytes: int) -> None:
         shm.refuse_pinned(self.path)
         shm.open_folder(self.path.parent)  # a cleaner of /dev/shm takes folders as well
-        self.path.unlink(missing_ok=True)
         self.version = None
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self.prefix_bytes, self.data_bytes = prefix_bytes, data_bytes
+        old = self._take_away()
         try:
-            shm.allocate(self._fd, self.nbytes, str(self.path))
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            self.prefix_bytes, self.data_bytes = prefix_bytes, data_bytes
+            self._allocate(old)
         except BaseException:
             self.path.unlink(missing_ok=True)
             self.close()
             raise
+        finally:
+            if old is not None:
+                os.close(old)
         self._map()
+
+    def _allocate(self, old: int | None) -> None:
+        """Where memory is short, that of the file before is given back at once: who still reads it finds zeros, which no digest matches."""
+        try:
+            shm.allocate(self._fd, self.nbytes, str(self.path))
+        except NoRoom:
+            if old is None:
+                raise
+            memory.free(old)
+            shm.allocate(self._fd, self.nbytes, str(self.path))
+
+    def _take_away(self) -> int | None:
+        """Unlinks a file of another size and returns it open, if there was one."""
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:  # nothing is there, or nothing of ours
+            fd = None
+        self.path.unlink(missing_ok=True)
+        return fd
 
     def _register(self) -> None:
         """Where CUDA is in use: device copies go straight into these pages."""

@@ -180,3 +180,30 @@ def wait_for(condition, seconds=10.0):
 
 def test_the_page_of_a_header_is_what_tensors_follow(make_segment):
     assert shm.read_segment(make_segment(1)).prefix_bytes % layout.PAGE_BYTES == 0
+
+
+def test_a_kept_mapping_is_let_go_when_its_file_is_replaced(folder, make_segment):
+    """And while it is kept, it shows what is written to the file."""
+    path = make_segment(step=1)
+    mappings = shm.Mappings()
+    for step in (1, 2):
+        segment = shm.read_segment(make_segment(step=step))
+        with path.open("rb") as file, mappings.mapped(file.fileno(), segment) as view:
+            assert layout.peek(bytes(view[: layout.PEEK_BYTES])) == (0, step)
+    assert len(mappings._held) == 1
+    path.unlink()
+    mappings.tidy()
+    assert not mappings._held
+
+
+def test_a_slot_of_another_size_takes_the_old_memory_where_it_needs_it(make_segment, monkeypatch):
+    """Though a reader still has it mapped: what it reads then matches no digest, and no signal ends it."""
+    path = make_segment(step=1)
+    segment = shm.read_segment(path)
+    with path.open("rb") as file, shm.mapped(file.fileno(), segment.nbytes) as view:
+        monkeypatch.setattr(shm, "free_bytes", lambda _fd: 2**20 if os.fstat(file.fileno()).st_blocks == 0 else 0)
+        place = Slot(path)
+        place.fit(segment.prefix_bytes, 4 * segment.header.data_bytes)
+        place.close()
+        assert not any(view)
+        assert not shm.is_same(file.fileno(), segment)
