@@ -105,23 +105,21 @@ class Bench:
 
     def overlap(self, gib):
         folder, out = self.work / "overlap", self.work / "overlap.json"
-        blocks = 2 if self.options.quick else 4
-        failed = self.start("-m", "tests.bench.ckpt.overlap", folder, gib, out, "--blocks", blocks).wait(
-            2 * WORKER_SECONDS
-        )
+        argv = ("-m", "tests.bench.ckpt.overlap", folder, gib, out, "--blocks", self.options.blocks)
+        done = all_ended_well([self.start(*argv)])
         shutil.rmtree(folder, ignore_errors=True)
         clear_memory()
-        return {} if failed else json.loads(out.read_text())
+        return json.loads(out.read_text()) if done else {}
 
     def wire(self, gib):
         out = self.work / "wire.json"
         module = ("-m", "tests.bench.ckpt.wire")
         giver = self.start(*module, "give", gib, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         ports = giver.stdout.readline().split()
-        failed = self.start(*module, "take", gib, out, *ports).wait(WORKER_SECONDS)
+        done = all_ended_well([self.start(*module, "take", gib, out, *ports)])
         kill_session(giver)
         clear_memory()
-        return [] if failed else json.loads(out.read_text())
+        return json.loads(out.read_text()) if done else []
 
     def ranks(self, gib):
         folder, out = self.work / "ranks", self.work / "ranks.json"
@@ -134,12 +132,10 @@ class Bench:
             self.start(*argv, environment={**where, "RANK": str(rank), "LOCAL_RANK": str(rank)})
             for rank in range(RANKS)
         ]
-        failed = any(process.wait(WORKER_SECONDS) for process in processes)
-        for process in processes:
-            kill_session(process)
+        done = all_ended_well(processes)
         shutil.rmtree(folder, ignore_errors=True)
         clear_memory()
-        return {} if failed else json.loads(out.read_text())
+        return json.loads(out.read_text()) if done else {}
 
     def close(self):
         self.log.close()
@@ -148,6 +144,17 @@ class Bench:
             print(text[-4000:], file=sys.stderr)
         shutil.rmtree(self.work)
         clear_memory()
+
+
+def all_ended_well(processes):
+    """Within the time; none is left behind."""
+    try:
+        return all(process.wait(WORKER_SECONDS) == 0 for process in processes)
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        for process in processes:
+            kill_session(process)
 
 
 def kill_session(process):
@@ -254,6 +261,7 @@ def main():
     parser.add_argument(
         "--saves", type=int, default=3, help="saves a process, twice as many where only memory is written"
     )
+    parser.add_argument("--blocks", type=int, help="blocks of five steps that show the slowdown (default 4)")
     parser.add_argument("--engines", type=lambda text: [BY_NAME[name] for name in text.split(",")], help="only these")
     parser.add_argument(
         "--ranks", action=argparse.BooleanOptionalAction, help="two ranks with FSDP2 (default: unless quick)"
@@ -268,6 +276,7 @@ def main():
     options = parser.parse_args()
     options.gib = options.gib or ([0.25] if options.quick else [1, 4])
     options.rounds = options.rounds or (1 if options.quick else 3)
+    options.blocks = options.blocks or (2 if options.quick else 4)
     options.ranks = not options.quick if options.ranks is None else options.ranks
     bench = Bench(options)
     clear_memory()
