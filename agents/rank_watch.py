@@ -35,13 +35,16 @@ FIRST_LOOK_FLOORS = 1.0
 UNLEARNT_LOOK_FLOORS = 1.6
 """Before any pace is known."""
 BETWEEN_FLOORS = 0.5
+UNLEARNT_BETWEEN_FLOORS = 0.8
 MOST_LOOKS = 10
-DENSE_LOOKS = 12
-"""Then nothing will soon be decided: the pauses grow."""
+DENSE_LOOKS = 8
+"""Then nothing will soon be decided, unless all stand where they stood at the last look: the pauses grow."""
 LONGEST_PAUSE_SECONDS = 60.0
+LONGEST_UNLEARNT_PAUSE_SECONDS = 600.0
+"""A program that tells of no steps is looked at for as long as it runs."""
 AGAIN_SECONDS = 10.0
 TELL_SECONDS = 15.0
-"""Between two words on where everybody stands: the master compares fresh ones."""
+"""Between two words of one kind: the master compares fresh ones."""
 LOOK_SHARE = 0.2
 """Looking takes at most this share of the time: 64 dumps take seconds."""
 
@@ -95,8 +98,8 @@ class RankWatch:
         self._done_at = 0.0
         """The last step at the end of the last looking: another look needs another silence, or a launcher that has begun its ranks since."""
         self._again_at = 0.0
-        self._tell_again_at = 0.0
-        self._told_waits: bool | None = None
+        self._told: dict[str, float] = {}
+        """When each kind of word is told again."""
 
     def tick(self, now: float) -> None:
         """Begin to look, if it is time."""
@@ -123,18 +126,19 @@ class RankWatch:
         try:
             found = await self._find()
             history: list[list[RankLook]] = []
+            self._told.clear()
             count = 0
             while found and self._silent_since(last):
                 began = time.monotonic()
                 looks, texts = await ranks.look(found, self._pace.dump_seconds)
                 count += 1
-                pause = self._pause_seconds(count, time.monotonic() - began)
                 if len(looks) < len(found):  # one has died: if that is not the end of all, the rest is another group
                     found, history = await self._find(), []
                 else:
                     history = _shortened([*history, looks])
                     self._conclude(history, texts, last, count)
-                await asyncio.sleep(pause)
+                stand = len(steady(history)) > 1
+                await asyncio.sleep(self._pause_seconds(count, time.monotonic() - began, stand=stand))
             self.alone = not found
         finally:
             self._looking = False
@@ -143,11 +147,15 @@ class RankWatch:
     async def _find(self) -> list[ranks.Rank]:
         return await asyncio.to_thread(ranks.find_ranks, [one.member for one in self._command()])
 
-    def _pause_seconds(self, count: int, took: float) -> float:
-        floor = _floor(self._command())
-        pause = self._pace.look_seconds if count == 1 else BETWEEN_FLOORS * floor
-        if count > DENSE_LOOKS:
-            pause = min(LONGEST_PAUSE_SECONDS, pause * 1.5 ** (count - DENSE_LOOKS))
+    def _pause_seconds(self, count: int, took: float, *, stand: bool) -> float:
+        there = self._command()
+        learnt = _lease(there) is not None
+        pause = (BETWEEN_FLOORS if learnt else UNLEARNT_BETWEEN_FLOORS) * _floor(there)
+        if count == 1:
+            pause = min(pause, self._pace.look_seconds)
+        if count > (4 * DENSE_LOOKS if stand else DENSE_LOOKS):
+            longest = LONGEST_PAUSE_SECONDS if learnt else LONGEST_UNLEARNT_PAUSE_SECONDS
+            pause = min(longest, pause * 1.5 ** min(count - DENSE_LOOKS, 20))
         return max(pause, took / LOOK_SHARE - took)
 
     def _silent_since(self, last: float) -> bool:
@@ -164,13 +172,20 @@ class RankWatch:
         apart, standing = find_apart(history, silence), find_standing(history, silence)
         silent = self._broken()
         if apart is not None:
-            self._accuse(looks, texts, apart)
+            if self._is_news(f"{apart.kind} {apart.ranks}", looks[0].at):
+                self._accuse(looks, texts, apart)
         elif standing is not None:
-            if standing.waits is not self._told_waits or looks[0].at >= self._tell_again_at:
-                self._told_waits, self._tell_again_at = standing.waits, looks[0].at + TELL_SECONDS
+            if self._is_news("waits" if standing.waits else "elsewhere", looks[0].at):
                 self._tell_where(looks, texts, standing)
         elif silent is not None and (count == 2 or count > DENSE_LOOKS):
             self._tell(silent, self._progress(silent.name), (), tuple(describe(group(looks))))
+
+    def _is_news(self, word: str, now: float) -> bool:
+        """Whether to tell this now: at once, then every fifteen seconds while it is so."""
+        if now < self._told.get(word, 0.0):
+            return False
+        self._told = {word: now + TELL_SECONDS}
+        return True
 
     def _accuse(self, looks: list[RankLook], texts: dict[int, str], apart: Apart) -> None:
         """Report the guilty: as findings, and the members they belong to as suspected with evidence."""

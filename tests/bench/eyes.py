@@ -1,10 +1,11 @@
 """What the sidecar's eyes are worth and what they cost, at default intervals.
 
-python -m tests.bench.eyes --samples 50 --seconds 60 --hangs sleep,spin,file,die,evaluate
+python -m tests.bench.eyes --samples 50 --seconds 60 --hangs sleep,spin@3,sleep@12x1.5
 
 found   seconds from a fault to its finding at the master: process death, Xid, log sign, out-of-memory kill
 cost    processor share and memory (PSS) of the agent and its helpers with 8 fake GPUs, 200 processes and 1 MB/s of logs
-hang    a four-rank gloo job under `aimaster run`: which rank is named, and how long after it stopped
+hang    a four-rank gloo job under `aimaster run`: which rank is named, and how long after it stopped. MODE[@STEP[xSECONDS]]: at which
+        step (60) and with how long steps (0.05 s)
 """
 
 import argparse
@@ -34,6 +35,7 @@ MEMBERS = 8
 PROCESSES = 200
 LOG_BYTES_PER_SECOND = 1 << 20
 JOB = Path(__file__).parent.parent / "fakes" / "gloo_job.py"
+HANGS = "sleep,spin,file,die,evaluate,sleep@3,spin@3,file@3,sleep@0,sleep@12x1.5,spin@12x1.5,sleep@10x2.5"
 PATIENCE_SECONDS = 20.0
 chance = random.Random(1)
 """Faults must not fall into step with the agent's own ticks."""
@@ -248,6 +250,18 @@ def measure_hang(mode: str, *, at: int = 60, step_seconds: float = 0.05) -> dict
         }
 
 
+def read_hang(text: str) -> dict[str, object]:
+    """`spin@3x1.5` as arguments of `measure_hang`."""
+    mode, _, place = text.partition("@")
+    at, _, step_seconds = place.partition("x")
+    told: dict[str, object] = {"mode": mode}
+    if at:
+        told["at"] = int(at)
+    if step_seconds:
+        told["step_seconds"] = float(step_seconds)
+    return told
+
+
 def named_by(incident: dict) -> str:
     """The rank that the verdict names, else the member that it is about."""
     rank = incident["verdict"]["culprit"]["rank"]
@@ -258,14 +272,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--hangs", default="sleep,spin,file,die,evaluate")
+    parser.add_argument("--hangs", default=HANGS)
     options = parser.parse_args()
     figures: dict[str, object] = {}
     if options.samples:
         figures |= asyncio.run(measure_found(options.samples))
     if options.seconds:
         figures |= asyncio.run(measure_cost(options.seconds))
-    hangs = [measure_hang(mode) for mode in options.hangs.split(",") if mode]
+    hangs = [measure_hang(**read_hang(text)) for text in options.hangs.split(",") if text]
     for name, value in figures.items():
         print(f"{name:<26} {value}")
     for one in hangs:
