@@ -112,12 +112,14 @@ def verify(target: str, step: int | None, *, as_json: bool) -> None:
 @JSON
 def diff(a: str, b: str, step_a: int | None, step_b: int | None, tolerance: float, *, as_json: bool) -> None:
     """Greatest absolute difference of each tensor of two snapshots, whatever ranks saved them. Exit 1 if any differ."""
-    from easyckpt.adapters.compare import compare
+    from easyckpt.adapters import compare
 
     found_a, found_b = _look(a), _look(b)
     one_a, one_b = _one(found_a, step_a), _one(found_b, step_b)
-    with _progress(one_a.nbytes + one_b.nbytes, "comparing") as advance:
-        rows = compare(found_a, one_a, found_b, one_b, advance)
+    names = compare.unlike(found_a, one_a, found_b, one_b)
+    total = sum(_bytes_below(*side, name) for side in ((found_a, one_a), (found_b, one_b)) for name in names)
+    with _progress(total, "comparing") as advance:
+        rows = compare.compare(found_a, one_a, found_b, one_b, names, advance)
     rows = [row for row in rows if row["difference"] is None or row["difference"] > tolerance]
     _print(rows, as_json=as_json)
     sys.exit(int(bool(rows)))

@@ -47,8 +47,10 @@ def one_step(engine, owner, work, between_seconds, number):
     if engine is not None:
         engine.save(number, owner.all)
         stall, stall_cpu = time.perf_counter() - started, time.thread_time() - own
+    working = time.thread_time()
     if between_seconds:
         work.for_seconds(between_seconds)
+    working = time.thread_time() - working
     if engine is not None:
         waited = time.perf_counter()
         engine.ready()
@@ -57,7 +59,7 @@ def one_step(engine, owner, work, between_seconds, number):
     took = time.perf_counter() - started - between_seconds
     if engine is not None:
         engine.wait()
-    return stall, took, everyones_cpu() - cpu - between_seconds, stall_cpu
+    return stall, took, everyones_cpu() - cpu - working, stall_cpu
 
 
 def main():

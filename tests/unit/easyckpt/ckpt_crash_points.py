@@ -1,8 +1,8 @@
 """A trainer that is killed at each of its own calls, one after the other: `python ckpt_crash_points.py FOLDER STORAGE MODE`.
 
-Each round forks a trainer that restores, proves every element, saves one step, flushes it and lets old ones go; at its k-th copy, write, sync,
-rename, link or unlink it kills itself, with k growing until a round comes to its end. After each round the parent proves every byte that is
-there. The last line is one JSON object.
+Each round forks a trainer that restores, proves every element, saves one step, flushes it and lets old ones go. The first rounds live, so that
+every slot holds an older step; then one kills itself at its k-th copy, write, sync, rename, link or unlink, with k growing until a round comes
+to its end again. After each the parent proves every byte that is there. The last line is one JSON object.
 """
 
 import itertools
@@ -18,6 +18,7 @@ from easyckpt import Checkpointer, memory, shm
 from easyckpt.flush import Flusher, verify_stored
 from easyckpt.storage import list_manifests
 
+LIVES = 3
 WATCHED = [
     (memory, "copy"), (memory, "copy_small"),
     (os, "open"), (os, "pwrite"), (os, "fsync"), (os, "rename"), (os, "link"), (os, "unlink"), (os, "rmdir"), (os, "posix_fallocate"),
@@ -87,18 +88,17 @@ def main():
     folder, storage, mode = sys.argv[1:]
     warm = build(0)["optimizer"]
     warm.load_state_dict(warm.state_dict())  # what torch imports on first use is imported once, before the forks
-    before, wrong, rounds = (0, 0), [], 0
-    while True:
+    before, wrong = (0, 0), []
+    for rounds in itertools.count(-LIVES):
         pid = os.fork()
         if pid == 0:
             life(folder, storage, mode, rounds)
         status = os.waitpid(pid, 0)[1]
-        rounds += 1
         after = proven(Path(folder), storage)
         if status not in (0, signal.SIGKILL) or after[0] < before[0] or after[1] < before[1]:
             wrong.append((rounds, status, before, after))
         before = after
-        if status == 0 or rounds > 500:
+        if (status == 0 and rounds >= 0) or rounds > 500:
             break
     print(json.dumps({"rounds": rounds, "wrong": wrong, "steps": before[0], "flushed": before[1]}))
 

@@ -103,6 +103,22 @@ def test_diff_names_what_differs_and_by_how_much(storage, folder):
     run("diff", storage, storage, "--step-b", 1, "--tolerance", 8)
 
 
+def test_diff_reads_only_what_the_digests_do_not_prove_equal(storage, folder, monkeypatch):
+    """Of two steps the unchanged tensors are not read; a snapshot beside itself is not read at all."""
+    read = []
+    build = interchange.fitting.build
+
+    def watched(shards, *, only, advance):
+        read.append(only)
+        return build(shards, only=only, advance=advance)
+
+    monkeypatch.setattr(interchange.fitting, "build", watched)
+    run("diff", storage, folder)
+    assert read == []
+    run("diff", storage, folder, "--step-a", 2, "--step-b", 3, code=1)
+    assert read == [["model/a.weight", "model/b.weight", "model/c.bias", "optimizer/state/0/step"]] * 2
+
+
 def test_gc_keeps_the_newest(storage, folder):
     assert run("gc", storage, "--keep", 1).stdout.split() == [
         "trainer/l000-s000000001-e000",
