@@ -12,19 +12,22 @@ from aimaster.wire.status import IncidentStatus, JobStatus, MemberStatus, NodeSt
 
 MAX_FINDINGS: Final = 20
 FRESH_FINDING_SECONDS: Final = 900.0
+REASON_SECONDS: Final = 30.0
+"""A finding is the reason of how the job stands for so long; one that lasts is found again meanwhile."""
 
 
 def picture(state: State, view: View, now: float, own_findings: tuple[str, ...] = ()) -> JobStatus:
     """The run now. `own_findings` are the master's about itself, for example a full run disk."""
     pulse = view.controller
     in_epoch = pulse.in_epoch if pulse is not None else ()
-    findings = (*own_findings, *_findings(state, view, now))[:MAX_FINDINGS]
+    conditions = (*own_findings, *_conditions(state, view, now))
+    findings = (*conditions, *_found(state, now, FRESH_FINDING_SECONDS))[:MAX_FINDINGS]
     return JobStatus(
         run_id=state.plan.run_id,
         name=state.plan.name,
         kind=state.plan.kind,
         state=job_state(state, findings_block=bool(own_findings)),
-        reason=_reason(state, findings),
+        reason=_reason(state, (*conditions, *_found(state, now, REASON_SECONDS))),
         outcome=state.ending.outcome if state.ending is not None else "",
         started_at=state.started_at,
         now=now,
@@ -63,7 +66,8 @@ def words(finding: Finding) -> str:
     return f"{finding.category}{f' on {where}' if where else ''}: {said}"
 
 
-def _findings(state: State, view: View, now: float) -> Iterator[str]:
+def _conditions(state: State, view: View, now: float) -> Iterator[str]:
+    """What holds at this moment."""
     pulse = view.controller
     if pulse is not None and pulse.finding:
         yield f"{pulse.finding}: the controller waits ({pulse.waiting_for or 'no word for what'})"
@@ -79,8 +83,12 @@ def _findings(state: State, view: View, now: float) -> Iterator[str]:
     for name, since in unheard(state, view, now).items():
         where = state.members[name].node
         yield f"net.unreachable on {where}: {name} asks, and the controller has not heard it for {now - since:.0f} s"
+
+
+def _found(state: State, now: float, seconds: float) -> Iterator[str]:
+    """What was found within so many seconds, the newest first."""
     for finding in reversed(state.findings):
-        if finding.time_seconds is None or now - finding.time_seconds < FRESH_FINDING_SECONDS:
+        if finding.time_seconds is None or now - finding.time_seconds < seconds:
             yield words(finding)
 
 

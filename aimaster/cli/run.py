@@ -14,6 +14,8 @@ import click
 from aimaster.cli.exits import UsageError
 from aimaster.cli.options import RunDir
 
+MOST_RANKS = 1024
+"""On one machine; above it a number is a slip of the finger, and would be as many processes."""
 NUMBER = re.compile(r"-[\d.]")
 DOTTED = re.compile(r"--[\w-]+\.[\w.\-]+(=.*)?", re.DOTALL)
 
@@ -175,8 +177,10 @@ def count_ranks(text: str | None) -> int | None:
         text = "cpu"
     if text == "cpu":
         return os.cpu_count() or 1
-    if not text.isdecimal() or int(text) < 1:
+    if not text.isdecimal() or not text.strip("0"):
         raise UsageError(f"--nproc-per-node {text}: expected a number from 1, or cpu, gpu or auto")
+    if len(text) > len(str(MOST_RANKS)) or int(text) > MOST_RANKS:
+        raise UsageError(f"--nproc-per-node {text[:20]}: at most {MOST_RANKS} ranks are started on one machine")
     return int(text)
 
 

@@ -22,6 +22,8 @@ from aimaster.settings.train_policy import GrpoSettings
 TASK = re.compile(r"(sort|add|copy)[1-9][0-9]?|one_?step")
 REWARDS = ("exact", "gsm8k", "gsm8k_lenient", "format", "single_choice", "math_verify", "direct_math", "boxed_math")
 """Reward functions that the runtime has; further ones are `module:function` or entry points of REWARD_GROUP."""
+MOST_NODES = 256
+"""Each agent takes some 50 MiB."""
 CHECKPOINTS = ("manifest.json", "policy/*/manifest.json", "storage/policy/*/manifest.json", "resolved.json")
 """Of a checkpoint, a storage, a run folder, and a run folder with its storage elsewhere."""
 REWARD_GROUP = "aimaster.rewards"
@@ -35,6 +37,7 @@ def find_obstacles(case: Case) -> tuple[Problem, ...]:
         *_resume(case.job),
         *_dataset(case.job),
         *_model(case.job),
+        *_nodes(case.job),
         *_devices(case),
     ]
     return tuple(Problem(key=key, where=case.origins.get(key, ""), text=text) for key, text in found)
@@ -133,6 +136,14 @@ def _model(job: JobSettings) -> Iterator[tuple[str, str]]:
         yield key, f"{given} is not here{made or ': name a folder with config.json, a tokenizer and weights'}"
     elif (trouble := model_trouble(path)) is not None:
         yield key, trouble
+
+
+def _nodes(job: JobSettings) -> Iterator[tuple[str, str]]:
+    if job.aimaster.nodes > MOST_NODES:
+        yield (
+            "aimaster.nodes",
+            f"{job.aimaster.nodes} nodes are an agent process each; at most {MOST_NODES} are started on one machine",
+        )
 
 
 def _devices(case: Case) -> Iterator[tuple[str, str]]:

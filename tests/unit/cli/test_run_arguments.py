@@ -41,6 +41,9 @@ def test_nproc_per_node_speaks_the_words_of_torchrun(monkeypatch):
     assert count_ranks("cpu") == count_ranks("auto") == os.cpu_count()
     with pytest.raises(UsageError, match="no GPU"):
         count_ranks("gpu")
+    for slip in ("100000", "9" * 5000):
+        with pytest.raises(UsageError, match="at most 1024 ranks"):
+            count_ranks(slip)
 
 
 def test_a_dry_run_as_json_is_one_document(capsys):
