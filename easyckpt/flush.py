@@ -22,7 +22,8 @@ from easyckpt.manifest import Manifest, Shard
 from easyckpt.shm import Mappings, Segment
 from easyckpt.storage import Storage, list_manifests, open_storage, read_manifests, shard_header
 
-PIECE_BYTES = 16 << 20
+PIECE_BYTES = 64 << 20
+"""One direct write: a disk takes large ones a third faster than 16 MiB at a time, for less of the processor."""
 PIN_SECONDS = 600.0
 STRAY_SECONDS = 3600.0
 
