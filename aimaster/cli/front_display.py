@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO, cast
 from aimaster.cli.front_output import NoteStream
 from aimaster.cli.render import console, figures, headline, seconds
 from aimaster.wire.status import IncidentStatus, JobStatus
-from aimaster.wire.topology import JobPlan
+from aimaster.wire.topology import JobKind, JobPlan
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -127,7 +127,7 @@ class IncidentTeller:
                 self._display.note(decided_sentence(incident))
             if incident.incident not in self._resumed and incident.resumed_at is not None:
                 self._resumed.add(incident.incident)
-                self._display.note(resumed_sentence(incident))
+                self._display.note(resumed_sentence(incident, status.kind))
 
 
 def decided_sentence(incident: IncidentStatus) -> str:
@@ -138,6 +138,9 @@ def decided_sentence(incident: IncidentStatus) -> str:
     return f"incident {incident.incident}{drill}: {incident.subject}{rank} {verdict.category}: {story} -> {incident.action}"
 
 
-def resumed_sentence(incident: IncidentStatus) -> str:
+def resumed_sentence(incident: IncidentStatus, kind: JobKind) -> str:
+    """Of a command it is known that its processes run again, not what they had to do again."""
     after = None if incident.resumed_at is None else max(0.0, incident.resumed_at - incident.occurred_at)
+    if kind == "command":
+        return f"incident {incident.incident}: runs again {seconds(after)} after it"
     return f"incident {incident.incident}: going on {seconds(after)} after it; lost: {incident.lost}"

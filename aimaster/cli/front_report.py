@@ -25,7 +25,9 @@ def print_summary(
     table(("run", summary.name), summary_rows(summary), stream)
     if summary.incidents:
         stream.write("\n")
-        columns = ("incident", "what", "action", "detected after", "recovered after", "lost", "drill")
+        # Of a command it is known that its processes run again, not when they have caught up.
+        back = "recovered after" if summary.kind == "rl" else "runs again after"
+        columns = ("incident", "what", "action", "detected after", back, "lost", "drill")
         table(columns, incident_rows(summary), stream)
 
 
@@ -53,8 +55,8 @@ def summary_rows(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "reward before", _number(summary.reward_before)
         yield "reward after", _number(summary.reward_after)
     yield "incidents", str(len(summary.incidents))
-    yield "seconds lost", f"{summary.seconds_lost:.1f}"
-    yield "took", seconds(summary.seconds)
+    yield "seconds lost" if summary.kind == "rl" else "seconds down", f"{summary.seconds_lost:.1f}"
+    yield "took", seconds(summary.seconds) + (f" (start {summary.starts} of this run)" if summary.starts > 1 else "")
     for drill in summary.drills_not_reached:
         yield "drill not reached", drill
     yield "run folder", summary.run_dir

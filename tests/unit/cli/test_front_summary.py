@@ -159,7 +159,8 @@ def test_an_incident_is_told_in_two_sentences():
     """What died and of what and what is done; then how long it took and what was lost."""
     told = incident(start=10.0, end=12.5)
     assert decided_sentence(told) == "incident i-1: policy-1 (rank 1) app.exception: ValueError: no -> restart_process"
-    assert resumed_sentence(told) == "incident i-1: going on 2.50 s after it; lost: nothing"
+    assert resumed_sentence(told, "rl") == "incident i-1: going on 2.50 s after it; lost: nothing"
+    assert resumed_sentence(told, "command") == "incident i-1: runs again 2.50 s after it"
 
 
 def test_a_traceback_that_was_passed_on_is_not_printed_again():
