@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO, cast
 from aimaster.cli.front_output import NoteStream
 from aimaster.cli.render import console, figures, headline, seconds
 from aimaster.wire.status import IncidentStatus, JobStatus
-from aimaster.wire.topology import JobKind, JobPlan
+from aimaster.wire.topology import JobPlan
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -138,7 +138,7 @@ def decided_sentence(incident: IncidentStatus) -> str:
     return f"incident {incident.incident}{drill}: {incident.subject}{rank} {verdict.category}: {story} -> {incident.action}"
 
 
-def resumed_sentence(incident: IncidentStatus, kind: JobKind) -> str:
+def resumed_sentence(incident: IncidentStatus, kind: str) -> str:
     """Of a command it is known that its processes run again, not what they had to do again."""
     after = None if incident.resumed_at is None else max(0.0, incident.resumed_at - incident.occurred_at)
     if kind == "command":
