@@ -54,8 +54,9 @@ class StateLostError(RefusalError):
     category = "data.corrupt"
 
     def __init__(self, floor: int, head: int) -> None:
+        steps = f"of step {floor}" if floor == head else f"between step {floor} and {head}"
         super().__init__(
-            f"no snapshot between step {floor} and {head} can be read, in memory, from a peer or on storage, and the batches before step {floor} were "
+            f"no snapshot {steps} can be read, in memory, from a peer or on storage, and the batches before step {floor} were "
             "let go; nothing was changed; bring back the storage folder (or a copy of it), or begin a new run"
         )
 
