@@ -79,6 +79,8 @@ class Traceback(Block, eq=False, tag="traceback"):
     exception_offset: int = -1
     known: bool = False
     """A sign speaks of the exception already."""
+    harmless: bool = False
+    """Its heading says that the program goes on without what failed."""
     exception_line: int = 0
     prefix: bytes = b""
     """What stands before each of its lines."""

@@ -13,10 +13,10 @@ from typing import Final
 import msgspec
 
 from aimaster.catalogue.blocks import FlightTable, HangDump, TorchrunReport, Traceback
+from aimaster.catalogue.hits import Hit, ProgressMark
 from aimaster.catalogue.kept import Log
 from aimaster.catalogue.lines import DAY, Stamp, complete, read_speaker, read_stamp
 from aimaster.catalogue.names import Names, is_address
-from aimaster.catalogue.scan import Hit, ProgressMark
 from aimaster.catalogue.xid import APPLICATION_FIRST, XidTable, sxid_is_fatal
 from aimaster.telemetry.scrub import scrub
 from aimaster.wire.health import Action, Evidence, FaultOf, Finding, Role, Severity, Subject
@@ -98,7 +98,7 @@ def normal_gpu(gpu: str | None) -> str | None:
 class _OneLog:
     def __init__(self, scan: Log, names: Names, xids: XidTable, near: float) -> None:
         self.scan, self.names, self.xids, self.near = scan, names, xids, near
-        self._tracebacks = [block for block in scan.blocks if isinstance(block, Traceback)]
+        self._tracebacks = [block for block in scan.blocks if isinstance(block, Traceback) and not block.harmless]
 
     def findings(self) -> list[Finding]:
         found = [one for hit in self.scan.hits for one in _each_rank(self._from_hit(hit))]

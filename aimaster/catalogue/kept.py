@@ -10,8 +10,9 @@ from typing import Final, Protocol
 import msgspec
 
 from aimaster.catalogue.blocks import AnyBlock, Block
+from aimaster.catalogue.hits import Hit, ProgressMark
 from aimaster.catalogue.lines import Stamp, read_stamp, speaker_of_file
-from aimaster.catalogue.scan import LOOK_BACK, Hit, LogScan, ProgressMark
+from aimaster.catalogue.scan import LOOK_BACK, LogScan
 from aimaster.wire.health import Subject
 
 MOST_OF_A_SIGN: Final = 40

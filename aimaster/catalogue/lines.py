@@ -128,6 +128,10 @@ _COLLECTED = re.compile(rb"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\
 _COLOUR = re.compile(rb"\x1b\[[\d;]*m")
 
 
+WRAPPED: Final = frozenset(b"{0123456789\x1b")
+"""What a line begins with that may have been wrapped."""
+
+
 def unwrap(line: bytes) -> bytes:
     """What the program itself printed: without a container runtime's JSON or time and stream before it, and without colours."""
     if line.startswith((b'{"log":"', b'{"stream":"')):

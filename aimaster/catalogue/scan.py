@@ -11,12 +11,11 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
-import msgspec
-
 from aimaster.catalogue.blocks import OPENERS, Block, TorchrunReport, Traceback, last_words
+from aimaster.catalogue.hits import CAP, Hit, ProgressMark, most_of
 from aimaster.catalogue.lines import (
+    WRAPPED,
     Progress,
-    Speaker,
     Stamp,
     may_hold_progress,
     read_progress,
@@ -42,43 +41,13 @@ HEAD_SAMPLE: Final = 16 * 1024
 """Bytes of the beginning that are kept, to tell what is new at the end."""
 LAST_LINES: Final = 12
 """Lines at the end of a log that may tell of an exception without its traceback."""
-CAP: Final = {"echo": 512, "root": 8192, "fact": 65536}
 
 
-_HARMLESS = re.compile(rb"(?:^|\n)[^\n]*(?:Exception ignored in|--- Logging error ---)[^\n]*\n(?:[^\n]*<[^\n]*\n)?$")
-
-
-class Hit(msgspec.Struct, kw_only=True):
-    """One statement found in a log, before names and times are settled."""
-
-    sign: Sign
-    groups: dict[str, str]
-    speaker: Speaker
-    context: Subject | None
-    """Whom the lines before it spoke of, for lines that name nobody."""
-    stamp: Stamp | None
-    offset: int
-    line: int
-    text: str
-    count: int = 1
-    last_line: bytes = b""
-    last_offset: int = 0
-
-
-def _cap(sign: Sign) -> int:
-    """How many different statements of one sign are kept of one log."""
-    if sign.kind != "sign":
-        return CAP["fact"]
-    return CAP["root"] if sign.role in ("self", "accusation") else CAP["echo"]
-
-
-class ProgressMark(msgspec.Struct, frozen=True, kw_only=True):
-    """The newest progress of this file at some point of it."""
-
-    stamp: Stamp | None
-    offset: int
-    number: float
-    text: str
+_HARMLESS = re.compile(
+    rb"(?:^|\n)[^\n]*(?:Exception ignored in|--- Logging error ---|An exception occurred while starting the metrics server"
+    rb"|The agent will stay alive|failed to bind after \d+ attempts)[^\n]*\n(?:[^\n]*<[^\n]*\n)?$"
+)
+"""Headings of tracebacks of things that a program goes on without."""
 
 
 class LogScan:
@@ -112,6 +81,8 @@ class LogScan:
         self._counted_to = 0
         self._context: tuple[Subject, int] | None = None
         self._bus = ""
+        self._harmless: set[int] = set()
+        """Where exceptions stand that a program went on without."""
 
     # ------------------------------------------------------------------------------------------------------- feeding
 
@@ -238,7 +209,11 @@ class LogScan:
             done = right
 
     def _confirm(self, chunk: bytes, start: int, stop: int, numbers: Iterable[int]) -> None:
-        line = unwrap(chunk[start:stop])
+        if self._harmless and self.bytes_read + start in self._harmless:
+            return
+        line = chunk[start:stop]
+        if line and line[0] in WRAPPED:
+            line = unwrap(line)
         for compiled, found in self.catalogue.confirm(line, numbers):
             key: tuple[object, ...] = (compiled.number, *found.groups())
             if compiled.sign.role == "self":
@@ -249,7 +224,7 @@ class LogScan:
                 known.last_line = chunk[start:stop]
                 known.last_offset = self.bytes_read + start
                 continue
-            cap = _cap(compiled.sign)
+            cap = most_of(compiled.sign)
             if known is None and self._kept.get(compiled.number, 0) >= cap and not compiled.sign.opens:
                 self.dropped[compiled.sign.id] = self.dropped.get(compiled.sign.id, 0) + 1
                 continue
@@ -268,11 +243,12 @@ class LogScan:
         sign = compiled.sign
         number = self._line_number(chunk, start)
         offset = self.bytes_read + start
-        if sign.opens == "traceback" and _HARMLESS.search(self._window(chunk, start, 400)):
-            return  # printed by the interpreter for its information, nothing failed
         if sign.opens in OPENERS:
             stamp = self._stamp_near(chunk, start, chunk[start:stop])
-            self._open_block(chunk, stop, OPENERS[sign.opens](offset, number, line, stamp))
+            block = OPENERS[sign.opens](offset, number, line, stamp)
+            if isinstance(block, Traceback) and _HARMLESS.search(self._window(chunk, start, 600)):
+                block.harmless = True
+            self._open_block(chunk, stop, block)
             if sign.kind == "fact":
                 return
         self._kept[compiled.number] = self._kept.get(compiled.number, 0) + 1
@@ -364,6 +340,8 @@ class LogScan:
             line = unwrap(chunk[at : min(end, at + LONGEST_LINE)].rstrip(b"\r"))
             for block in tuple(pending):
                 if block.feed(line, self.bytes_read + at, number):
+                    if isinstance(block, Traceback) and block.harmless:
+                        self._harmless.add(block.exception_offset)
                     if isinstance(block, Traceback):
                         block.known = any(one.sign.kind == "sign" for one in self.catalogue.match(line))
                     pending.remove(block)

@@ -5,7 +5,8 @@ import pytest
 
 from aimaster.catalogue import load
 from aimaster.catalogue.blocks import TorchrunReport, Traceback
-from aimaster.catalogue.scan import CAP, LogScan
+from aimaster.catalogue.hits import CAP
+from aimaster.catalogue.scan import LogScan
 
 OOM = "[rank{r}]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 9.27 GiB. GPU 5 has a total capacity of 79.11 GiB"
 STEP = "2026-03-01 10:00:{s:02},000 INFO train: step={s} loss=1.0"
