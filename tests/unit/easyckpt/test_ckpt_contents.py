@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from easyckpt import Checkpointer, read_weights, shm
 from easyckpt.cuda import word_sum
@@ -220,6 +223,38 @@ def test_a_state_that_does_not_fit_is_named_and_left_as_it_was(checkpointer, cha
     with pytest.raises(Mismatch, match=named):
         checkpointer.restore(state)
     assert not isinstance(state["model"], dict) or state["model"]["w"].abs().sum() == 0
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1, 1), mesh_dim_names=("outer", "inner"))
+    dist.destroy_process_group()
+
+
+def test_sharded_tensors_keep_their_place_in_the_whole(checkpointer, folder, mesh):
+    """Sharded in two dimensions, replicated, both: filled in place; a plain tensor of the whole shape takes them as well."""
+    whole = torch.randn(6, 4)
+    cuts = {"rows": [Shard(0), Replicate()], "square": [Shard(0), Shard(1)], "all": [Replicate(), Replicate()]}
+    state = {name: distribute_tensor(whole, mesh, cut) for name, cut in cuts.items()}
+    checkpointer.save(1, state)
+    checkpointer.wait()
+    (segment,) = shm.scan(folder)
+    assert {(entry.global_shape, entry.global_offsets) for entry in segment.header.tensors} == {((6, 4), (0, 0))}
+    target = {name: distribute_tensor(torch.zeros(6, 4), mesh, cut) for name, cut in cuts.items()}
+    checkpointer.restore(target)
+    assert all(torch.equal(one.full_tensor(), whole) for one in target.values())
+    plain = {name: torch.zeros(6, 4) for name in cuts}
+    checkpointer.restore(plain)
+    assert all(torch.equal(one, whole) for one in plain.values())
+
+
+def test_a_sum_that_is_not_summed_yet_is_refused_by_name(checkpointer, mesh):
+    """A partial DTensor has no value before its reduction."""
+    partial = DTensor.from_local(torch.ones(3), mesh["outer"], [Partial()])
+    with pytest.raises(Unsupported, match=r"'grad'\] is a partial DTensor"):
+        checkpointer.save(1, {"grad": partial})
 
 
 def saved_optimizer(checkpointer, groups, step=5):
