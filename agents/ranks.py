@@ -119,6 +119,7 @@ async def look(ranks: Sequence[Rank], wait_seconds: float) -> tuple[list[RankLoo
                 children_cpu_seconds=sum(_cpu_seconds(table[pid]) for pid in children),
                 switches=context_switches(one.pid),
                 calls=sum(map(io_calls, (one.pid, *sorted(children)[:MOST_CHILDREN]))),
+                blocked="D" in (facts[0], *(table[pid][0] for pid in children)),
                 stack=stacks.stack_of(text, 0) if text else None,
             )
         )

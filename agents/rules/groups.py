@@ -4,9 +4,9 @@ Looks at all ranks are taken some time apart. Those that stand in the same place
 that are elsewhere than the steady many, where the many wait: in a collective, or idle. A rank that moves is computing, and then nobody is
 guilty; nor is anybody where all stand in the same place (a slow phase looks like that), or where the waiting are fewer than the others.
 
-How long they are given depends on what they do there. *Asleep*: the main thread was never scheduled, so nothing can have happened.
-*Busy*: it computes without reading or writing anything, as a spin does, and a long call too. *Working*: it or its children read and write,
-or the kernel holds it for a disk or a file server (state D).
+How long they are given depends on what they do there. *Asleep*: the main thread was never scheduled and no child works for it, so nothing
+can have happened. *Busy*: it computes without reading or writing anything, as a spin does, and a long call too. *Working*: it or its children
+read and write, or the kernel holds one of them for a disk or a file server (state D).
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,12 +28,10 @@ BUSY_RATIO: Final = 0.1
 """Less is the polling of something outside; a spinner on a crowded machine still gets so much."""
 CALLS_PER_SECOND: Final = 20.0
 """Reads and writes beyond those of a heartbeat."""
-FLOORS: Final[dict[Doing, tuple[float, float]]] = {"asleep": (2, 1), "busy": (4, 2), "working": (24, 12)}
-"""In shortest leases: the silence of the job that it takes where a lease is learnt, and how long they must be seen standing."""
-UNLEARNT_FLOORS: Final[dict[Doing, tuple[float, float]]] = {"asleep": (4, 2), "busy": (4, 2), "working": (24, 12)}
-"""The same where none is: at the start ranks read programs and data at different speeds."""
+FLOORS: Final[dict[Doing, tuple[float, float]]] = {"asleep": (4, 2), "busy": (4, 2), "working": (24, 12)}
+"""In shortest leases: the silence of the job that it takes, and for how long they must be seen standing."""
 LEASES: Final[dict[Doing, float]] = {"asleep": 0.5, "busy": 1.0, "working": 4.0}
-"""In learnt leases: the same silence. Half a lease is five times the usual pause."""
+"""In leases, where one is learnt: the same silence. Half a lease is five times the usual pause."""
 COLLECTIVE_FILES: Final = (
     "torch/distributed/",
     "torch/nn/parallel/distributed.py",
@@ -80,6 +78,8 @@ class RankLook(msgspec.Struct, frozen=True, kw_only=True):
     """How often its main thread was scheduled."""
     calls: int = 0
     """Reads and writes of it and its children."""
+    blocked: bool = False
+    """One of them is in state D."""
     stack: tuple[Frame, ...] | None
     """Of its main thread, innermost first; None where it could not be read."""
 
@@ -206,8 +206,7 @@ def _stood(
     seen = _seen_seconds(looks)
     # Who stood there at the first look of this silence has stood there since it began, as far as anybody knows.
     stood = silence.seconds if len(looks) == len(history) else seen
-    floors = (FLOORS if silence.lease_seconds is not None else UNLEARNT_FLOORS)[doing]
-    if seen < floors[1] * silence.floor_seconds or stood < patience_seconds(doing, silence):
+    if seen < FLOORS[doing][1] * silence.floor_seconds or stood < patience_seconds(doing, silence):
         return None
     return stood
 
@@ -218,9 +217,7 @@ def _seen_seconds(looks: Sequence[Sequence[RankLook]]) -> float:
 
 def patience_seconds(doing: Doing, silence: Silence) -> float:
     """How long nobody must have made a step before the guilty are named."""
-    if silence.lease_seconds is None:
-        return UNLEARNT_FLOORS[doing][0] * silence.floor_seconds
-    return max(FLOORS[doing][0] * silence.floor_seconds, LEASES[doing] * silence.lease_seconds)
+    return max(FLOORS[doing][0] * silence.floor_seconds, LEASES[doing] * (silence.lease_seconds or 0.0))
 
 
 def activity(looks: Sequence[Sequence[RankLook]]) -> dict[int, Doing]:
@@ -234,11 +231,9 @@ def _doing(first: RankLook, last: RankLook, looks: int) -> Doing:
     children = (last.children_cpu_seconds - first.children_cpu_seconds) / seconds
     own = (last.cpu_seconds - first.cpu_seconds) / seconds
     woken = last.switches - first.switches
-    if last.state == "D":
-        return "working"
-    if woken <= SWITCHES_PER_SECOND * seconds + SWITCHES_PER_LOOK * looks and own + children <= RESTING_RATIO:
+    quiet = last.calls - first.calls <= CALLS_PER_SECOND * seconds and not last.blocked
+    if quiet and woken <= SWITCHES_PER_SECOND * seconds + SWITCHES_PER_LOOK * looks and own + children <= RESTING_RATIO:
         return "asleep"
-    quiet = last.calls - first.calls <= CALLS_PER_SECOND * seconds
     return "busy" if quiet and children <= RESTING_RATIO and own >= BUSY_RATIO else "working"
 
 

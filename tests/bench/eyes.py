@@ -236,7 +236,10 @@ def measure_hang(mode: str, *, at: int = 60, step_seconds: float = 0.05) -> dict
         told = {"FAULT_FILE": str(fault), "FAULT_AT": str(at), "STEP_SECONDS": str(step_seconds)}
         environment = os.environ | told | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False, timeout=240)
-        incidents = json.loads((folder / "summary.json").read_text())["status"]["incidents"]
+        summary = folder / "summary.json"
+        if not summary.exists():
+            raise RuntimeError(f"the run left no summary (exit {done.returncode}): {done.stderr[-2000:]}")
+        incidents = json.loads(summary.read_text())["status"]["incidents"]
         first = incidents[0] if incidents else None
         return {
             "mode": mode,
