@@ -16,7 +16,15 @@ def flush_failed(node: NodeId, error: Exception, now: float) -> Finding:
     category = "node.disk_full" if full else "node.shared_fs"
     name = f"{node}:flush:{type(error).__name__}"
     severe = full or isinstance(error, StorageDenied)
-    return _finding(name, "agent.flush_failed", category, node, now, {"error": str(error)}, severe=severe)
+    return _finding(
+        name,
+        "agent.flush_failed",
+        category,
+        node,
+        now,
+        {"message": f"a flush to storage failed: {error}"},
+        severe=severe,
+    )
 
 
 def save_failed(node: NodeId, trouble: SaveTrouble, now: float) -> Finding:
