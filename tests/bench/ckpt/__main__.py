@@ -261,7 +261,7 @@ def main():
     parser.add_argument(
         "--saves", type=int, default=3, help="saves a process, twice as many where only memory is written"
     )
-    parser.add_argument("--blocks", type=int, help="blocks of five steps that show the slowdown (default 4)")
+    parser.add_argument("--blocks", type=int, help="blocks of five steps that show the slowdown (default 4; 0: none)")
     parser.add_argument("--engines", type=lambda text: [BY_NAME[name] for name in text.split(",")], help="only these")
     parser.add_argument(
         "--ranks", action=argparse.BooleanOptionalAction, help="two ranks with FSDP2 (default: unless quick)"
@@ -276,7 +276,7 @@ def main():
     options = parser.parse_args()
     options.gib = options.gib or ([0.25] if options.quick else [1, 4])
     options.rounds = options.rounds or (1 if options.quick else 3)
-    options.blocks = options.blocks or (2 if options.quick else 4)
+    options.blocks = (2 if options.quick else 4) if options.blocks is None else options.blocks
     options.ranks = not options.quick if options.ranks is None else options.ranks
     bench = Bench(options)
     clear_memory()

@@ -128,7 +128,8 @@ def main():
     optimizer.step(0)
     shared = "/dev/shm/easyckpt-bench-overlap"
     figures = {"bytes": size(state), **stalls(state, optimizer, shared)}
-    figures |= slowdown(state, optimizer, options.gib, options.blocks, options.folder, shared)
+    if options.blocks:
+        figures |= slowdown(state, optimizer, options.gib, options.blocks, options.folder, shared)
     with open(options.out, "w") as file:
         json.dump(figures, file)
 
