@@ -170,3 +170,17 @@ def test_last_words_without_a_traceback_are_kept(catalogue):
     words = [b for b in scan(catalogue, end + b"\n[rank1]: odd.StrangeError: why\n").blocks if isinstance(b, Traceback)]
     assert [(block.exception, block.message) for block in words] == [("odd.StrangeError", "why")]
     assert scan(catalogue, b"odd.StrangeError: why\n" + end + b"\n").blocks == []
+
+
+def test_an_exception_that_a_program_goes_on_without_is_none(catalogue):
+    """Ray's monitor finds its metrics port taken, says so with a traceback, and goes on; the same words under another heading count."""
+    trace = 'Traceback (most recent call last):\n  File "monitor.py", line 207, in __init__\nOSError: [Errno 98] Address already in use\n'
+    heading = (
+        "2026-03-01 23:04:10,478\tERROR monitor.py:218 -- An exception occurred while starting the metrics server.\n"
+    )
+    after = "2026-03-01 23:04:10,480\tINFO monitor.py:226 -- Monitor: Started\n"
+    for size in (1 << 20, 50):
+        assert scan(catalogue, (heading + trace + after).encode(), size).hits == []
+    assert [hit.sign.id for hit in scan(catalogue, (heading + trace + after + trace).encode()).hits] == [
+        "torch.address-in-use"
+    ]
