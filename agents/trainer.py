@@ -353,7 +353,7 @@ def _never_started(spec: MemberSpec, incarnation: Incarnation, node: NodeId, err
         subject=Subject(node=node),
         node=node,
         time_seconds=now,
-        details={"error": str(error)},
+        details={"message": f"it could not be started: {error}"},
     )
     return MemberExited(
         member=spec.member,

@@ -138,7 +138,7 @@ async def test_a_member_that_cannot_be_started_is_an_end(run):
         assert not done.ok
         ended = await master.ended("policy-0")
         assert (ended.process, ended.exit_code, ended.signal, ended.expected) == (None, None, None, False)
-        assert ended.findings[0].details["error"]
+        assert ended.findings[0].details["message"]
 
 
 async def test_a_slow_unlearnt_phase_is_no_hang(run):

@@ -8,7 +8,7 @@ import pytest
 from aimaster.wire import codec
 from aimaster.wire.actions import StopNode, TakeOverFlush
 from aimaster.wire.checkpoint import FetchReply, FetchRequest, SaveTrouble, SnapshotPlace, Version
-from aimaster.wire.messages import Found, SnapshotMoved
+from aimaster.wire.messages import Found, SnapshotMoved, SnapshotsDeleted
 from easyckpt import flush, shm, storage
 from easyckpt.errors import EasyckptError
 from easyckpt.shardserver import Peer
@@ -73,7 +73,7 @@ async def test_what_another_node_flushed_is_let_go(run):
 
 
 async def test_old_checkpoints_go(run):
-    """Retention: the three newest checkpoints stay on storage."""
+    """Retention: the three newest checkpoints stay on storage; the master is told of those that went."""
     run.agent()
     async with Master(run) as master:
         await master.connected("node-0")
@@ -81,6 +81,11 @@ async def test_old_checkpoints_go(run):
             await seal(run, step)
             await master.event(SnapshotMoved, place=await _place_of(master, step))
         await until(lambda: stored(run) == [5, 4, 3])
+
+        def gone():
+            return {folder for event in master.events(SnapshotsDeleted) for folder in event.folders}
+
+        await until(lambda: gone() == {f"policy/l000-s00000000{step}-e000" for step in (1, 2)})
 
 
 async def _place_of(master, step):
@@ -317,7 +322,7 @@ async def test_a_storage_that_fails_is_a_finding(run):
         await seal(run, 2)
         found = await until(lambda: master.events(Found))
         assert found[0].finding.sign == "agent.flush_failed"
-        assert found[0].finding.details["error"]
+        assert found[0].finding.details["message"]
         run.places.storage.unlink()
         run.places.storage.mkdir()
         await until(lambda: stored(run) == [2])

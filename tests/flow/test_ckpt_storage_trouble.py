@@ -143,7 +143,7 @@ async def test_an_agents_storage_in_trouble_is_told_to_master_and_trainer(disk, 
             )
             assert found.severity == "critical"
             assert found.category == ("node.disk_full" if disk.trouble == "full" else "node.shared_fs")
-            assert SAYS[disk.trouble] in found.details["error"]
+            assert SAYS[disk.trouble] in found.details["message"]
             assert intact(disk.folder, "policy") == [1]
             told = await tell_sealed(run.memory(), seal_segment(run.segments(), 3, flush=False, size_bytes=STATE_BYTES))
             assert SAYS[disk.trouble] in told.flush_trouble
