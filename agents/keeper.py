@@ -22,7 +22,7 @@ from aimaster.wire import places
 from aimaster.wire.checkpoint import SaveTrouble, SealedNotice, SnapshotPlace, Version
 from aimaster.wire.health import Finding
 from aimaster.wire.ids import MemberId, NodeId
-from aimaster.wire.messages import AgentEvent, Found, SnapshotMoved
+from aimaster.wire.messages import AgentEvent, Found, SnapshotMoved, SnapshotsDeleted
 from easyckpt import flush, layout, shm, storage
 from easyckpt.claims import Claims
 from easyckpt.errors import AlreadyFlushed, BeingFlushed, EasyckptError, Torn
@@ -69,6 +69,8 @@ class Keeper:
         self.flush_trouble = ""
         """Why nothing reaches storage at present."""
         self._claims = Claims()
+        self._deleted: list[str] = []
+        """Checkpoints that the flush thread removed and nobody was told of yet."""
         self._known: dict[str, tuple[bytes, Segment]] = {}
         self._proven: dict[tuple[str, tuple[int, int]], float] = {}
         """By name and version: when a flush or a copy last read all its bytes against their digests."""
@@ -311,7 +313,7 @@ class Keeper:
             self.note_proven(segment)
         if self._keeping.keep > 0:
             try:
-                flush.tidy(
+                self._deleted += flush.tidy(
                     self._keeping.storage,
                     role=header.role,
                     keep=self._keeping.keep,
@@ -324,6 +326,9 @@ class Keeper:
 
     def _tell_flushed(self, flushed: list[_Flushed], *, taken_over: bool = False) -> None:
         self._failing, self.flush_trouble = None, ""
+        deleted, self._deleted = self._deleted, []
+        if deleted:
+            self._report(SnapshotsDeleted(folders=tuple(deleted)), time.time())
         for member, version, record in flushed:
             self._release(member, before=version, also=True)
             if record is None:

@@ -22,6 +22,7 @@ from aimaster.wire.messages import (
     OrderDone,
     Report,
     SnapshotMoved,
+    SnapshotsDeleted,
 )
 
 MAX_STORED = 16
@@ -216,6 +217,8 @@ def reported(d: Draft, node: NodeId, outbox_id: str, report: Report) -> None:
             d.find(event.finding)
         case SnapshotMoved() as event:
             _snapshot(d, node, event)
+        case SnapshotsDeleted(folders=folders):
+            d.change(stored=tuple(old for old in d.state.stored if old.name.rpartition("/")[0] not in folders))
         case OrderDone() as event:
             _done(d, event)
 

@@ -100,13 +100,20 @@ class SnapshotMoved(msgspec.Struct, frozen=True, kw_only=True, tag="snapshot_mov
     error: str | None = None
 
 
+class SnapshotsDeleted(msgspec.Struct, frozen=True, kw_only=True, tag="snapshots_deleted"):
+    """Retention has removed checkpoints from storage."""
+
+    folders: tuple[str, ...]
+    """Within the storage folder."""
+
+
 class OrderDone(msgspec.Struct, frozen=True, kw_only=True, tag="order_done"):
     order_id: OrderId
     ok: bool
     detail: str = ""
 
 
-AgentEvent = MemberStarted | MemberExited | HangSuspected | Found | SnapshotMoved | OrderDone
+AgentEvent = MemberStarted | MemberExited | HangSuspected | Found | SnapshotMoved | SnapshotsDeleted | OrderDone
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):

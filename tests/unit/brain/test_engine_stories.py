@@ -15,9 +15,9 @@ from aimaster.brain.events import (
 from aimaster.brain.picture import picture
 from aimaster.wire import PROTOCOL_VERSION
 from aimaster.wire.actions import KillMember, PeerAddress, SetPeers, StartMember, StopMember, StopNode, TakeOverFlush
-from aimaster.wire.checkpoint import Version
+from aimaster.wire.checkpoint import SnapshotPlace, Version
 from aimaster.wire.health import REFUSED, refusal
-from aimaster.wire.messages import Found, HangSuspected, Hello, MemberExited, Progress
+from aimaster.wire.messages import Found, HangSuspected, Hello, MemberExited, Progress, SnapshotMoved, SnapshotsDeleted
 from tests.fakes.world import RANKS, RL, World, finding, plan_of, process
 
 
@@ -508,6 +508,20 @@ def test_who_holds_copies_of_a_lost_node_is_told_to_flush_them(rl):
     rl.restart_master()
     rl.connect("node-0")
     assert len(orders(rl, TakeOverFlush)) == 1, "it was answered"
+
+
+def test_checkpoints_that_retention_removed_are_shown_no_more(rl):
+    """What was flushed is shown until its folder goes, whichever node flushed it and whichever removed it."""
+    for step in (1, 2):
+        place = SnapshotPlace(
+            member="policy-0", role="policy", rank=0, ranks=1, version=Version(0, step), chain="", state_digest="",
+            tier="storage", node=None, name=f"policy/s{step}/policy-0.r0.safetensors", size_bytes=1,
+        )  # fmt: skip
+        rl.report("node-0", SnapshotMoved(place=place))
+    assert [place.version.step for place in rl.state.stored] == [1, 2]
+    rl.report("node-1", SnapshotsDeleted(folders=("policy/s1",)))
+    assert [place.version.step for place in rl.state.stored] == [2]
+    assert [place.version.step for place in picture(rl.state, rl.view, rl.now).snapshots] == [2]
 
 
 def test_members_of_a_returning_lost_node_are_fenced(rl):
