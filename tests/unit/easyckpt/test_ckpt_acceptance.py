@@ -242,7 +242,7 @@ def test_a_segment_that_asks_for_code_holds_only_text(engine, folder):
     assert checkpointer.load()[1]["x"] == evil
 
 
-@pytest.mark.parametrize("mode", ["copy", "overlap"])
+@pytest.mark.parametrize("mode", ["overlap", pytest.param("copy", marks=pytest.mark.long)])
 def test_a_trainer_killed_at_each_of_its_calls_never_loses_or_mixes_a_step(folder, tmp_path, mode):
     """SIGKILL at every single copy, write, sync, rename, link and unlink of a save, a flush and a retention, one after the other."""
     script = [sys.executable, str(HERE / "ckpt_crash_points.py"), str(folder), str(tmp_path), mode]
