@@ -190,7 +190,8 @@ def table(results, gib):
         cells = [spread([one["saves"][0]["stall"] for one in good])]
         cells += [spread(later(good, key)) for key in ("stall", "stall_cpu", "save_cpu", "durable", "slowdown")]
         cells += [
-            spread([one[key] for one in good if key in one]) for key in ("extra_memory", "restore", "restore_cold")
+            spread([one[key] for one in good if key in one])
+            for key in ("extra_memory", "restore", "restore_cpu", "restore_cold")
         ]
         cells.append("; ".join(sorted({one["wrong"] or "whole" for one in good})))
         print(f"{BY_NAME[name].name:52}" + "".join(f"{cell:>22}" for cell in cells))

@@ -38,9 +38,12 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def memory_bytes(pids: Iterable[int]) -> int:
-    """Resident memory, what is shared among them counted once."""
+    """Resident memory, what is shared among them counted once.
+
+    The trainer, who holds the most, is looked at last: what another one maps meanwhile is then not counted twice.
+    """
     total = 0
-    for pid in pids:
+    for pid in reversed(list(pids)):
         with contextlib.suppress(OSError):
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
             total += next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
