@@ -74,7 +74,7 @@ class Endpoints:
 
     async def diagnosis(self, _: web.Request) -> web.Response:
         """The verdict on everything seen so far, as `aimaster diagnose --json` gives it of finished logs."""
-        verdict = msgspec.to_builtins(self._mind.diagnose())
+        verdict = msgspec.to_builtins(await self._mind.diagnose())
         return reply_json(verdict | {"read": overview.read(self._mind.view)})
 
     async def stop(self, request: web.Request) -> web.Response:

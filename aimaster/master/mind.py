@@ -8,6 +8,7 @@ Only the end of the job needs no space: stopping goes on undurably, and a snapsh
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
@@ -33,6 +34,7 @@ from aimaster.wire.health import Verdict
 
 MAX_WAITING: Final = 10_000
 MAX_BATCH: Final = 500
+DIAGNOSE_SECONDS: Final = 5.0
 RETRY_SECONDS: Final = 0.5
 log = structlog.get_logger()
 
@@ -156,23 +158,28 @@ class Mind:
         for action in actions:
             if isinstance(action, Conclude):
                 self._concluding = True
-                self._queue.put_nowait(_Waiting(event=self._seen_whole(action.event), conclusion=True))
+                self._queue.put_nowait(_Waiting(event=action.event, conclusion=True))
             else:
                 self._perform(action)
 
-    def diagnose(self) -> Verdict:
-        """Who failed first and why, by all that is known of all nodes now: logs and findings."""
-        return overview.diagnose_all(self.state, self.view, self._xids, self.clock())
+    async def diagnose(self) -> Verdict:
+        """Who failed first and why, by all that is known of all nodes now. In a thread: with a thousand nodes it takes seconds."""
+        return await asyncio.to_thread(overview.diagnose_all, self.state, self.view, self._xids, self.clock())
 
-    def _seen_whole(self, event: Event) -> Event:
-        """An incident that settles gets the verdict on everything, which is journaled with it."""
-        return msgspec.structs.replace(event, verdict=self.diagnose()) if isinstance(event, IncidentSettled) else event
+    async def _see_whole(self, batch: list[_Waiting]) -> None:
+        """An incident that settles gets the verdict on everything, which is journaled with it; one that takes too long does without."""
+        for waiting in batch:
+            if isinstance(waiting.event, IncidentSettled) and self._state is not None:
+                with contextlib.suppress(TimeoutError):
+                    verdict = await asyncio.wait_for(self.diagnose(), DIAGNOSE_SECONDS)
+                    waiting.event = msgspec.structs.replace(waiting.event, verdict=verdict)
 
     async def run(self) -> None:
         """Believe what is queued; ends only by cancellation."""
         while True:
             batch = [await self._queue.get()]
             self._take_more(batch)
+            await self._see_whole(batch)
             while batch:
                 batch = await self._believe_batch(batch)
             self._concluding = False
