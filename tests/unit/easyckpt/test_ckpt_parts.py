@@ -183,6 +183,7 @@ def test_two_nodes_with_a_rank_each_make_whole_checkpoints(nodes, tmp_path):
         assert len(record.shards) == 2
 
 
+@pytest.mark.long
 def test_one_node_alone_makes_no_checkpoint(nodes, tmp_path):
     """Its file is durable, then it is killed with its helper: nothing is committed."""
     alone = start(0, tmp_path, nodes[0])
