@@ -17,12 +17,12 @@ from easyckpt.errors import Refused
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
+DEVICE = "/dev/userfaultfd"
 _SYSCALLS = {"x86_64": 323, "aarch64": 282}
-_USER_MODE_ONLY = 1
 _API_VERSION = 0xAA
 # WP_UNPOPULATED (Linux 6.4): without it a first write to a page that was never touched would go unnoticed.
 _FEATURES = (1 << 0) | (1 << 13)
-_IOCTL_API, _IOCTL_REGISTER, _IOCTL_PROTECT = 0xC018AA3F, 0xC020AA00, 0xC018AA06
+_IOCTL_NEW, _IOCTL_API, _IOCTL_REGISTER, _IOCTL_PROTECT = 0xAA00, 0xC018AA3F, 0xC020AA00, 0xC018AA06
 _REGISTER_PROTECT, _PROTECT, _LET_GO = 2, 1, 0
 _RANGE_AND_MODE = struct.Struct("=QQQ")
 _REGISTER = struct.Struct("=QQQQ")
@@ -34,19 +34,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 
 
-def open_userfault() -> tuple[int, bool]:
-    """A descriptor for this process's memory, and whether writes by system calls wait as well; where not allowed they fail (EFAULT)."""
-    number = _SYSCALLS.get(platform.machine())
-    if number is None:
-        raise Refused(f"userfaultfd is not known on {platform.machine()}")
-    flags = os.O_CLOEXEC | os.O_NONBLOCK
-    fd = int(_libc.syscall(number, flags))
-    is_complete = fd >= 0
-    if not is_complete:
-        fd = int(_libc.syscall(number, flags | _USER_MODE_ONLY))
-    if fd < 0:
-        reason = os.strerror(ctypes.get_errno())
-        raise Refused(f"the kernel or the container's seccomp profile refuses userfaultfd ({reason})")
+def open_userfault() -> int:
+    """A descriptor for this process's memory, under which writes by system calls and devices wait as any other.
+
+    What an unprivileged process gets holds up its own instructions only; a receive or a device's copy into protected memory would fail there,
+    so that is refused.
+    """
+    fd = _by_device() if os.access(DEVICE, os.R_OK | os.W_OK) else _by_system_call()
     try:
         fcntl.ioctl(fd, _IOCTL_API, _RANGE_AND_MODE.pack(_API_VERSION, _FEATURES, 0))
     except OSError as error:
@@ -54,7 +48,31 @@ def open_userfault() -> tuple[int, bool]:
         raise Refused(
             f"this kernel's userfaultfd cannot protect pages against writes ({error}); Linux 6.4 can"
         ) from error
-    return fd, is_complete
+    return fd
+
+
+def _by_system_call() -> int:
+    number = _SYSCALLS.get(platform.machine())
+    if number is None:
+        raise Refused(f"userfaultfd is not known on {platform.machine()}")
+    fd = int(_libc.syscall(number, os.O_CLOEXEC | os.O_NONBLOCK))
+    if fd < 0:
+        reason = os.strerror(ctypes.get_errno())
+        raise Refused(
+            f"userfaultfd is refused ({reason}) by the kernel or the container's profile: CAP_SYS_PTRACE,"
+            f" vm.unprivileged_userfaultfd=1 or access to {DEVICE} allow it"
+        )
+    return fd
+
+
+def _by_device() -> int:
+    device = os.open(DEVICE, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return int(fcntl.ioctl(device, _IOCTL_NEW, os.O_CLOEXEC | os.O_NONBLOCK))
+    except OSError as error:
+        raise Refused(f"{DEVICE} gives no userfaultfd ({error})") from error
+    finally:
+        os.close(device)
 
 
 def register(fd: int, begin: int, nbytes: int) -> None:

@@ -108,13 +108,11 @@ class Guard:
         or Refused when the helper is gone: nothing is protected then. `first_write_seconds`: nothing is copied before a write waits, for that long.
         """
         inner = [region.inner for region in regions]
-        userfd, is_complete = userfault.open_userfault()
+        userfd = userfault.open_userfault()
         try:
             segment = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                # What lies between two tensors is not ours: it is protected with them only if no system call that writes there would fail.
-                bridge_bytes = BRIDGE_BYTES if is_complete else 0
-                head = HEADER.pack(len(regions) - inner.count(None), bridge_bytes, first_write_seconds)
+                head = HEADER.pack(len(regions) - inner.count(None), BRIDGE_BYTES, first_write_seconds)
                 self._send(head, [one for one in inner if one is not None], [userfd, segment])
             finally:
                 os.close(segment)

@@ -5,6 +5,7 @@ import ctypes
 import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from easyckpt import Checkpointer, shm, writeprotect_guard
+from easyckpt import Checkpointer, shm, userfault, writeprotect_guard
 from easyckpt.errors import Refused, SaveFailed
 from easyckpt.writeprotect import is_within, private_memory
 from easyckpt.writeprotect_guard import Guard, Region
@@ -236,6 +237,12 @@ assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program, 0, 0) == 0
 """.replace("{number}", {"x86_64": "323", "aarch64": "282"}.get(os.uname().machine, "0"))
 
 
+NO_DEVICE = """
+from easyckpt import userfault
+userfault.DEVICE = "/dev/absent"
+"""
+
+
 def run_trainer(folder, *, before="", after="", **options):
     script = TRAINER.format(root=ROOT, before=before, after=after)
     return subprocess.Popen([sys.executable, "-c", script, str(folder)], stdout=subprocess.PIPE, text=True, **options)
@@ -244,10 +251,10 @@ def run_trainer(folder, *, before="", after="", **options):
 def test_where_the_kernel_refuses_every_save_copies_at_once_and_says_why(folder):
     """The same calls, the same promise: only the stall differs."""
     after = "assert [e.text for e in heard if e.kind == 'protect_refused'], heard; print([e.text for e in heard][0])"
-    with run_trainer(folder, before=FORBID, after=after) as trainer:
+    with run_trainer(folder, before=FORBID + NO_DEVICE, after=after) as trainer:
         said, _ = trainer.communicate(timeout=60)
     assert trainer.returncode == 0
-    assert "userfaultfd (Operation not permitted)" in said
+    assert "userfaultfd is refused (Operation not permitted)" in said
     assert "copies at once" in said
 
 
@@ -257,17 +264,38 @@ import ctypes, struct
 libc = ctypes.CDLL(None, use_errno=True)
 head, data = (ctypes.create_string_buffer(raw) for raw in (struct.pack("Ii", 0x20080522, 0), bytes(24)))
 assert libc.capset(head, data) == 0 and libc.prctl(38, 1, 0, 0, 0) == 0
-from easyckpt import userfault
-assert not userfault.open_userfault()[1]
 """
 
 
-@protects
-def test_a_trainer_without_privileges_may_protect_its_own_memory(folder):
-    after = "assert not [e for e in heard if e.kind == 'protect_refused'], heard"
-    with run_trainer(folder, before=NO_CAPABILITIES, after=after) as trainer:
-        trainer.communicate(timeout=60)
+@pytest.mark.parametrize("device", [True, False], ids=["with the device", "without"])
+def test_a_trainer_without_privileges_protects_only_what_system_calls_respect_too(folder, device):
+    """What such a process gets would let a receive into a protected tensor fail: it copies at once, unless the device is its to open."""
+    if device and (WHY_NOT or not os.access(userfault.DEVICE, os.R_OK | os.W_OK)):
+        pytest.skip(f"{userfault.DEVICE} is not there, or not ours to open")
+    after = "print([e.text for e in heard if e.kind == 'protect_refused'])"
+    with run_trainer(folder, before=NO_CAPABILITIES + ("" if device else NO_DEVICE), after=after) as trainer:
+        said, _ = trainer.communicate(timeout=60)
     assert trainer.returncode == 0
+    assert ("CAP_SYS_PTRACE" in said) == (not device)
+
+
+@protects
+def test_a_system_call_that_writes_waits_as_well(engine):
+    """A receive into a tensor right after the save: it neither fails nor shows in the snapshot."""
+    checkpointer = engine()
+    tensor = torch.zeros(4 << 20)
+    checkpointer.save(1, {"w": tensor})
+    ours, theirs = socket.socketpair()
+    ones = bytes([1]) * (1 << 16)
+    view = memoryview(tensor.numpy()).cast("B")
+    for at in range(view.nbytes - len(ones), -1, -len(ones) * 16):
+        theirs.sendall(ones)
+        assert ours.recv_into(view[at : at + len(ones)], flags=socket.MSG_WAITALL) == len(ones)
+    checkpointer.wait()
+    assert checkpointer.load()[1]["w"].abs().sum() == 0
+    assert view[-1] == 1
+    for end in (ours, theirs):
+        end.close()
 
 
 def wait_for(condition, seconds=30.0):
