@@ -9,7 +9,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from aimaster.catalogue.blocks import AnyBlock, Block
+from aimaster.catalogue.blocks import AnyBlock, Block, Traceback
 from aimaster.catalogue.hits import Hit, ProgressMark
 from aimaster.catalogue.lines import Stamp, read_stamp, speaker_of_file
 from aimaster.catalogue.scan import LOOK_BACK, LogScan
@@ -53,6 +53,8 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
     newest_steps: list[tuple[int, float]] = []
     first_stamp: Stamp | None = None
     end_stamp: Stamp | None = None
+    last_words: Traceback | None = None
+    """An exception at the end that has no traceback; a line later it is none."""
     bytes_read: int = 0
     """How far the log was read."""
 
@@ -63,13 +65,17 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     node: str | None
     file: str
     hits: list[Hit] = []
-    blocks: list[AnyBlock] = []
+    whole_blocks: list[AnyBlock] = []
     hosts: dict[str, int] = {}
     steps: Steps = Steps()
 
     @property
     def about(self) -> Subject:
         return speaker_of_file(self.file)
+
+    @property
+    def blocks(self) -> list[AnyBlock]:
+        return self.whole_blocks + ([self.steps.last_words] if self.steps.last_words is not None else [])
 
     @property
     def progress(self) -> list[ProgressMark]:
@@ -98,6 +104,7 @@ def keep_steps(scan: LogScan) -> Steps:
         newest_steps=list(scan.newest_steps),
         first_stamp=scan.first_stamp or scan.last_stamp or end,
         end_stamp=end,
+        last_words=scan.last_words(),
         bytes_read=scan.bytes_read,
     )
 
@@ -108,7 +115,7 @@ def keep(scan: LogScan) -> Kept:
         node=scan.node,
         file=scan.file,
         hits=_bounded(scan.hits),
-        blocks=list(scan.blocks[:MOST_BLOCKS]),  # type: ignore[arg-type]  # all are made by OPENERS
+        whole_blocks=list(scan.blocks[:MOST_BLOCKS]),  # type: ignore[arg-type]  # all are made by OPENERS
         hosts=dict(scan.hosts),
         steps=keep_steps(scan),
     )
@@ -125,7 +132,7 @@ def join(earlier: Kept | None, later: Kept) -> Kept:
     return msgspec.structs.replace(
         later,
         hits=_bounded([*earlier.hits, *later.hits]),
-        blocks=[*earlier.blocks, *later.blocks][:MOST_BLOCKS],
+        whole_blocks=[*earlier.whole_blocks, *later.whole_blocks][:MOST_BLOCKS],
         hosts=earlier.hosts | later.hosts,
         steps=msgspec.structs.replace(steps, first_stamp=earlier.first_stamp or steps.first_stamp),
     )

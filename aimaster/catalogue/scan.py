@@ -125,10 +125,12 @@ class LogScan:
                 break
         if self.first_stamp is None:
             self.first_stamp = self.last_stamp or self.end_stamp
-        self._note_last_words()
+        words = self.last_words()
+        if words is not None:
+            self.blocks.append(words)
 
-    def _note_last_words(self) -> None:
-        """An exception among the last lines whose traceback was not printed, and that no sign knows."""
+    def last_words(self) -> Traceback | None:
+        """An exception among the last lines whose traceback was not printed, and that no sign knows; steps must be noted before."""
         at = self.bytes_read
         told = max((block.end_offset for block in self.blocks if isinstance(block, Traceback)), default=-1)
         for line in reversed(self._before.splitlines(keepends=True)[-LAST_LINES:]):
@@ -139,8 +141,8 @@ class LogScan:
                     self.lines_read + 1 - self._before.count(b"\n", at - self.bytes_read + len(self._before))
                 )
             if words is not None and not self.catalogue.match(unwrap(line.rstrip())):
-                self.blocks.append(words)
-                return
+                return words
+        return None
 
     def _read(self, chunk: bytes) -> None:
         if self.bytes_read == 0:

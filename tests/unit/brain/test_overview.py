@@ -52,7 +52,7 @@ def picture(scan):
 
 def test_pictures_are_judged_as_their_logs_are(catalogue):
     """What is kept of each log, sent as bytes and put together, gives the verdict, the culprit and the evidence of the logs themselves."""
-    for case in load_cases("failure_cases.jsonl"):
+    for case in load_cases("failure_cases.jsonl") + load_cases("own_cases.jsonl"):
         logs = sorted(case["logs"], key=lambda log: (log["node"], log["file"]))
         scans = [scan_of(catalogue, log["lines"], node=log["node"], file=log["file"]) for log in logs]
         live = diagnose_all(State(plan=PLAN), view_of([(one.node, picture(one)) for one in scans]), catalogue.xids, NOW)
