@@ -29,7 +29,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 BENCH := .venv-bench
 PEERS := tests/bench/ckpt/peers.txt
-BENCH_INSTALL = $(BENCH)/bin/python -m pip install -qq --disable-pip-version-check
+# -P: pip is not to take the project in this folder for one that is installed there.
+BENCH_INSTALL = $(BENCH)/bin/python -P -m pip install -qq --disable-pip-version-check
 BENCH_SITE = $$($(BENCH)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
 setup-bench: $(BENCH)/.installed  ## make .venv-bench: the checkpoint engines of others, pinned, for bench-ckpt
