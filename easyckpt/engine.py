@@ -110,6 +110,7 @@ class Checkpointer:
         self._flush_every = flush_every
         self._on_sealed = on_sealed
         self.events = Events(on_event)
+        self._pid = os.getpid()
         self._writer = shm.claim_writer(self.folder, f"{member}.r{rank}")
         self._changed = threading.Condition()
         self._unflushed: list[Version] = []
@@ -210,8 +211,8 @@ class Checkpointer:
 
     def close(self) -> None:
         """Waits for the last save and flush and lets go of everything. A clean end leaves no memory behind that is on storage."""
-        if self._closed:
-            return
+        if self._closed or self._pid != os.getpid():
+            return  # a forked child ends: what it inherited is its parent's
         self._closed = True
         atexit.unregister(self.close)
         gate.unwatch(self)
@@ -419,6 +420,10 @@ class Checkpointer:
     def _must_be_open(self) -> None:
         if self._closed:
             raise EasyckptError("this checkpointer is closed: make a new one")
+        if self._pid != os.getpid():
+            raise EasyckptError(
+                f"this checkpointer is that of process {self._pid}, which was forked: make one here, as another member"
+            )
 
 
 def _check_arguments(

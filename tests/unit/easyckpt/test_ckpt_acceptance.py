@@ -330,6 +330,38 @@ def test_a_helper_that_cannot_live_or_does_not_answer_is_told_and_never_a_hang(e
     checkpointer.wait()
 
 
+FORKED = """
+import os, sys, torch
+from easyckpt import Checkpointer
+from easyckpt.errors import EasyckptError
+ckpt = Checkpointer(sys.argv[2], folder=sys.argv[1])
+state = {"w": torch.ones(30_000)}
+ckpt.save(1, state)
+ckpt.wait()
+child = os.fork()
+if child == 0:
+    try:
+        ckpt.save(2, state)
+    except EasyckptError as error:
+        print("said", error, flush=True)
+    sys.exit(0)  # runs what the parent registered for its own exit
+assert os.waitpid(child, 0)[1] == 0
+assert [one.tier for one in ckpt.candidates()] == ["shm"], "the child took the memory away"
+ckpt.save(2, state)
+ckpt.wait()
+assert ckpt.events.counts["segment_lost"] == 0
+"""
+
+
+def test_a_forked_child_that_ends_takes_nothing_of_its_parents(folder, tmp_path):
+    """Neither memory nor the helper; a save in the child is refused by name, not a hang."""
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent.parent)}
+    script = [sys.executable, "-c", FORKED, str(folder), str(tmp_path)]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "said this checkpointer is that of process" in done.stdout
+
+
 def test_stale_names_in_memory_are_no_error(engine, folder):
     """Marks of dead processes, a file that is no segment under a segment's name, an empty one, one of another size: saves go on over them."""
     (folder / "trainer-0.r0.s0.safetensors").write_bytes(b"garbage" * 5000)
