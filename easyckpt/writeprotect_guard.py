@@ -172,7 +172,7 @@ class Guard:
                 region = Region(address, PROBE_BYTES, 0)
                 if self.begin(Path(f"/proc/self/fd/{fd}"), 0, [region], first_write_seconds=PROBE_SECONDS):
                     raise Refused("the kernel refuses to protect this process's own memory")
-                for at in range(0, PROBE_BYTES, BLOCK_BYTES):
+                for at in reversed(range(0, PROBE_BYTES, BLOCK_BYTES)):  # first where no page is yet
                     ctypes.memset(address + at, ord("n"), BLOCK_BYTES)
                 waited = self.finish()
             if not waited or os.pread(fd, PROBE_BYTES, 0) != old:

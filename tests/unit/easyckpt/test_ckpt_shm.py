@@ -140,6 +140,17 @@ def test_memory_that_is_not_there_is_refused_before_it_is_touched(folder):
     assert os.listdir(folder) == []
 
 
+def test_memory_that_was_taken_is_taken(folder):
+    """Not only promised: whoever fills the file system afterwards cannot make a write into it fail."""
+    path = folder / "trainer-0.r0.s0.safetensors"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT)
+    try:
+        shm.allocate(fd, 3 << 20, str(path))
+        assert os.fstat(fd).st_blocks * 512 == os.fstat(fd).st_size == 3 << 20
+    finally:
+        os.close(fd)
+
+
 def test_a_slot_of_another_size_gets_a_new_file_under_its_readers(make_segment):
     """Who has the old file open keeps reading it whole: a mapped file is never cut short."""
     path = make_segment(1)
