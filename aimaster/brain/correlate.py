@@ -137,6 +137,31 @@ def bus_address(bus: str) -> str:
     return f"{digits[:-5].rjust(4, '0')}:{digits[-5:-3]}:{digits[-3:-1]}"
 
 
+def _placed(findings: list[Finding]) -> list[Finding]:
+    """What a rank printed into its launcher's log happened where the launcher says that this rank ran."""
+    ran_on: dict[tuple[str, int], str] = {}
+    for one in findings:
+        if one.sign.startswith(("slurm.task-", "mpi.exi")) and one.evidence:
+            task = one.details.get("task", "")
+            rank = one.subject.rank if one.subject.rank is not None else int(task) if task.isdigit() else None
+            node = one.details.get("on") or (one.subject.node if one.role == "accusation" else None)
+            if rank is not None and node:
+                ran_on[(one.evidence[0].file, rank)] = node
+    if not ran_on:
+        return findings
+    placed = []
+    for one in findings:
+        place = (one.evidence[0].file, one.subject.rank) if one.evidence and one.subject.rank is not None else None
+        node = ran_on.get(place) if place is not None else None
+        own = one.role == "self" and one.subject.node == one.node
+        placed.append(
+            msgspec.structs.replace(one, subject=msgspec.structs.replace(one.subject, node=node))
+            if node and own
+            else one
+        )
+    return placed
+
+
 def correlate(findings: Iterable[Finding]) -> Picture:
     """One picture of all findings."""
     everything = list(findings)
@@ -144,7 +169,7 @@ def correlate(findings: Iterable[Finding]) -> Picture:
     for finding in list(everything):  # pids known by one line give ranks to another
         if finding.sign in ("torch.elastic-failed", "deepspeed.exit", "deepspeed.exit-bus-error"):
             who._learn(who.settle(finding))  # noqa: SLF001 - same module
-    settled = [who.settle(finding) for finding in everything]
+    settled = _placed([who.settle(finding) for finding in everything])
     signs = collapse(finding for finding in settled if finding.kind == "sign")
     progress: dict[str, Finding] = {}
     ends: dict[str, float] = {}

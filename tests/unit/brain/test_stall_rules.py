@@ -239,3 +239,11 @@ def test_a_killed_process_is_a_failure_even_without_a_reason():
     killed = finding("python.killed", "process.killed", "self", node="n1", at=T0, weight=40)
     assert diagnose([killed], T0 + 60).category == "process.killed"
     assert diagnose([killed, progress("n1", T0 + 300)], T0 + 400).category == "benign"
+
+
+def test_what_a_rank_prints_into_its_launchers_log_is_placed_where_it_ran():
+    """The exception of task 3 stands in srun's own output on the login node; srun says that task 3 ran on gpu-2."""
+    raised = finding("python.exception", "app.exception", "self", node="login", rank=3, exception="KeyError")
+    ended = finding("slurm.task-exit", "unknown", "follower", node="login", weight=16, on="gpu-2", task=3, exit_code=1)
+    got = diagnose([raised, ended], T0 + 60)
+    assert (got.category, got.culprit.node, got.culprit.rank) == ("app.exception", "gpu-2", 3)
