@@ -18,6 +18,7 @@ from torch import nn
 import easyckpt
 from easyckpt import Checkpointer, memory, shm
 from easyckpt.errors import NoRoom, NotReady, SaveFailed
+from easyckpt.saver import Saver
 from easyckpt.shardserver import Peer, ShardServer
 from easyckpt.storage import FolderStorage
 
@@ -396,7 +397,7 @@ def test_a_name_that_leads_elsewhere_is_not_followed(engine, folder, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_one_tensor_of_more_than_four_gibibytes(engine, folder, tmp_path):
+def test_one_tensor_of_more_than_four_gibibytes(engine, folder, tmp_path, monkeypatch):
     """Through memory, a socket, storage and back: no call is trusted to move more than 2 GiB at once, no offset has 32 bits."""
     size = (1 << 30) + 12_345
     state = {"w": torch.full((size,), 1.0)}
@@ -404,11 +405,13 @@ def test_one_tensor_of_more_than_four_gibibytes(engine, folder, tmp_path):
     state["w"][1 << 29] = 5.0
 
     def is_whole():
-        return state["w"][-1] == 7.0 and state["w"][1 << 29] == 5.0 and state["w"].double().sum() == size + 6 + 4
+        total = sum(part.double().sum().item() for part in state["w"].split(1 << 24))
+        return state["w"][-1] == 7.0 and state["w"][1 << 29] == 5.0 and total == size + 6 + 4
 
     checkpointer = engine(tmp_path, slots=1, mode="copy")
     checkpointer.save(1, state)
     checkpointer.wait()
+    monkeypatch.setattr(Saver, "prepare_later", lambda _this, _header: None)  # memory for saves that do not come
     server = ShardServer(folder)
     near = folder.with_name(folder.name + "-near")
     try:
