@@ -27,7 +27,8 @@ for step in range(step + 1, step + 4):
     ckpt.wait()
 print(step, ckpt._sidecar.pid, flush=True)
 if sys.argv[3] == "killed":
-    ckpt.save(step + 1, state)
+    state["w"].fill_(step + 1)
+    ckpt.save(step + 1, {**state, "step": step + 1})
     time.sleep(600)
 ckpt.close()
 print(*sorted(f"{event.kind} {event.text}" for event in events if event.kind in ("reclaimed", "strangers_found")), sep="\\n")
