@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from io import BytesIO
+from pathlib import Path
 from typing import Final
 
 from aimaster.catalogue.scan import LogScan
@@ -55,6 +56,11 @@ def _ends(source: Source, learnt: int) -> tuple[bytes, bytes, int]:
     """The beginning and the end of a log, and its size."""
     head, tail, size = bytearray(), b"", 0
     try:
+        if source.size > learnt + END_BYTES:  # a plain file: what lies between is not read again
+            with Path(source.root, source.name).open("rb", buffering=0) as file:
+                begin = file.read(learnt)
+                file.seek(source.size - END_BYTES)
+                return begin, file.read(END_BYTES), source.size
         for chunk in source.chunks:
             size += len(chunk)
             head += chunk[: max(0, learnt - len(head))]

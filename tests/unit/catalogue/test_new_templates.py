@@ -65,3 +65,11 @@ def test_what_the_first_attempt_said_too_is_no_candidate(tmp_path):
     write(tmp_path / "attempt_0" / "train.log", [*STEPS, STRANGE, *STEPS])
     write(tmp_path / "attempt_1" / "train.log", [*STEPS, STRANGE, ECHO])
     assert judged(tmp_path).candidates == ()
+
+
+def test_of_a_large_log_only_the_ends_are_read_again(tmp_path, monkeypatch):
+    """The middle of a plain file is not read a second time; the new line at its end is found all the same."""
+    monkeypatch.setattr("aimaster.cli.diagnose_candidates.LEARNT_BYTES", 20_000)
+    write(tmp_path / "train.log", [*STEPS * 300, *NOISE * 300, *NOISE, STRANGE, ECHO])
+    write(tmp_path / "other.log", NOISE)
+    assert [one.text for one in judged(tmp_path).candidates] == [STRANGE]
