@@ -36,10 +36,10 @@ def set_up_logs(*, stream: TextIO | None = None, level: str = "info", **bound: s
     structlog.configure(
         processors=[*shared, last],
         wrapper_class=structlog.make_filtering_bound_logger(numbers[level.upper()]),
-        logger_factory=structlog.WriteLoggerFactory(cast(TextIO, out)),
+        logger_factory=structlog.WriteLoggerFactory(cast("TextIO", out)),
         cache_logger_on_first_use=True,
     )
-    handler = logging.StreamHandler(cast(TextIO, out))
+    handler = logging.StreamHandler(cast("TextIO", out))
     formatter = structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=[_drop_meta, last])
     handler.setFormatter(formatter)
     root = logging.getLogger()
