@@ -52,7 +52,8 @@ class Follower:
         self._eye = eye
         self._files: dict[str, tuple[Tail, int]] = {}
         self._inodes: set[int] = set()
-        self._begun = False
+        self.begun = False
+        """What was there at the first look is known: everything from now on is news."""
 
     def __len__(self) -> int:
         return len(self._files)
@@ -88,10 +89,10 @@ class Follower:
             if len(self._files) >= MOST_FILES:
                 self.left_out += 1
                 continue
-            begins_at = size if inode in self._inodes or not self._begun else 0
+            begins_at = size if inode in self._inodes or not self.begun else 0
             self._files[path] = (Tail(Path(path), begins_at), begins_at)
         self._inodes = {inode for inode, _ in there.values()}  # that of a file that was removed is given to another
-        self._begun = True
+        self.begun = True
         return gone
 
     def _stat_all(self) -> dict[str, tuple[int, int]]:

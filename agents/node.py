@@ -369,8 +369,8 @@ class Node:
         }
 
     def connection(self) -> str | None:
-        """Why this agent is not ready; None when a master has accepted it."""
-        return None if self._link.accepted else "no master has welcomed this agent yet"
+        """Why this agent is not ready; None when a master has accepted it and its eyes are open."""
+        return self._named_logs.why_not_begun if self._link.accepted else "no master has welcomed this agent yet"
 
     def state(self) -> metrics.NodeState:
         return metrics.NodeState(

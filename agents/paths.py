@@ -62,6 +62,14 @@ class NamedLogs:
         self._report = report
         self._ended = ended
         self._files: dict[str, _Named] = {}
+        self._follower: Follower | None = None
+
+    @property
+    def why_not_begun(self) -> str | None:
+        """Why what is written now may not be seen; None once it will be."""
+        if not self._patterns or (self._follower is not None and self._follower.begun):
+            return None
+        return "the named logs were not looked at yet"
 
     async def run(self, pause_seconds: float) -> None:
         """Judge what the thread reads, until cancelled."""
@@ -70,7 +78,7 @@ class NamedLogs:
         from agents.discovery import Discovery  # a megabyte that most nodes have no use for
 
         loop = asyncio.get_running_loop()
-        follower = Follower(self._patterns, Discovery(self._patterns))
+        follower = self._follower = Follower(self._patterns, Discovery(self._patterns))
         waiting: asyncio.Queue[list[Gain]] = asyncio.Queue()
 
         def hand_on(gains: list[Gain]) -> None:

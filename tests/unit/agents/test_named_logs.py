@@ -218,7 +218,7 @@ def test_reading_goes_on_in_a_thread_and_waits_for_its_judge(tmp_path):
     patterns = [str(tmp_path / "*.log")]
     thread = FollowThread(Follower(patterns, Discovery(patterns)), handed.append, 0.01)
     thread.start()
-    until(lambda: thread._follower._begun)
+    until(lambda: thread._follower.begun)
     log.write_text("one\n")
     until(lambda: handed)
     with log.open("a") as file:
