@@ -74,8 +74,9 @@ class Endpoints:
 
     async def diagnosis(self, _: web.Request) -> web.Response:
         """The verdict on everything seen so far, as `aimaster diagnose --json` gives it of finished logs."""
-        verdict = msgspec.to_builtins(await self._mind.diagnose())
-        return reply_json(verdict | {"read": overview.read(self._mind.view)})
+        view = self._mind.view
+        verdict = msgspec.to_builtins(await self._mind.diagnose(view))
+        return reply_json(verdict | {"read": overview.read(view)})
 
     async def stop(self, request: web.Request) -> web.Response:
         body = codec.decode_json(await request.read() or b"{}", StopBody)

@@ -162,16 +162,16 @@ class Mind:
             else:
                 self._perform(action)
 
-    async def diagnose(self) -> Verdict:
-        """Who failed first and why, by all that is known of all nodes now. In a thread: with a thousand nodes it takes seconds."""
-        return await asyncio.to_thread(overview.diagnose_all, self.state, self.view, self._xids, self.clock())
+    async def diagnose(self, view: View) -> Verdict:
+        """Who failed first and why, by all that this view shows of all nodes. In a thread: with a thousand nodes it takes seconds."""
+        return await asyncio.to_thread(overview.diagnose_all, self.state, view, self._xids, self.clock())
 
     async def _see_whole(self, batch: list[_Waiting]) -> None:
         """An incident that settles gets the verdict on everything, which is journaled with it; one that takes too long does without."""
         for waiting in batch:
             if isinstance(waiting.event, IncidentSettled) and self._state is not None:
                 with contextlib.suppress(TimeoutError):
-                    verdict = await asyncio.wait_for(self.diagnose(), DIAGNOSE_SECONDS)
+                    verdict = await asyncio.wait_for(self.diagnose(self.view), DIAGNOSE_SECONDS)
                     waiting.event = msgspec.structs.replace(waiting.event, verdict=verdict)
 
     async def run(self) -> None:
