@@ -21,11 +21,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from easyckpt import agreement, gate, parts, shm, snapshot, sources
+from easyckpt import agreement, gate, shm, snapshot, sources
 from easyckpt.agreement import Agreement
 from easyckpt.copier import Copier
-from easyckpt.errors import EasyckptError, NotReady, Refused, SaveFailed, StorageError
+from easyckpt.errors import EasyckptError, NotReady, Refused, SaveFailed
 from easyckpt.events import Event, Events, Kind, Listener
+from easyckpt.flusher import Flusher
 from easyckpt.interval import Interval, Pace
 from easyckpt.layout import SegmentHeader, SegmentName, Version
 from easyckpt.lineage import History, advance, begin
@@ -33,7 +34,7 @@ from easyckpt.restore import Restored, Restorer
 from easyckpt.saver import Saver
 from easyckpt.shardserver import Peer
 from easyckpt.shardwire import Bandwidth
-from easyckpt.sidecar import Settings, Sidecar, ranks_here
+from easyckpt.sidecar import Settings, ranks_here
 from easyckpt.sources import Candidate
 from easyckpt.storage import open_storage
 from easyckpt.writeprotect import Shield
@@ -60,8 +61,6 @@ class Checkpointer:
 
     _failure: BaseException | None = None
     _newest: Sealed | None = None
-    _flushed: Version | None = None
-    _wanted: Version | None = None
     _captured: snapshot.Capture | None = None
     _last_marked: int | None = None
     _saves = 0
@@ -113,7 +112,6 @@ class Checkpointer:
         self._pid = os.getpid()
         self._writer = shm.claim_writer(self.folder, f"{member}.r{rank}")
         self._changed = threading.Condition()
-        self._unflushed: list[Version] = []
         self._history = History()
         self._pace = Pace(time.monotonic())
         self._saver = self._make_saver(slots, mode)
@@ -121,7 +119,7 @@ class Checkpointer:
         # One flusher for all ranks of a node; under an agent there is none here.
         flushes_here, here = ranks_here(rank, ranks)
         flushes = storage if on_sealed is None and flushes_here else None
-        self._sidecar = self._make_sidecar(flushes, keep, keep_every, here) if flushes is not None else None
+        self._flusher = self._make_flusher(flushes, keep, keep_every, here) if flushes is not None else None
         gate.watch(self)
         atexit.register(self.close)
 
@@ -155,7 +153,7 @@ class Checkpointer:
         header = self._header(history, captured, epoch=epoch, chain=chain, flush=marked)
         slot = self._saver.claim(header)
         if slot is not None:
-            if slot.overwritten in self._unflushed:
+            if self._flusher is not None and self._flusher.awaits(slot.overwritten):
                 # It was to go to storage and nobody came for it in time: this one goes in its place.
                 marked, header = True, msgspec.structs.replace(header, flush=True)
             self._saves += 1
@@ -198,15 +196,8 @@ class Checkpointer:
         """Until the last save is sealed and, when the engine flushes by itself, on storage. Raises NotReady or SaveFailed."""
         give_up_at = time.monotonic() + (WAIT_SECONDS if timeout_seconds is None else timeout_seconds)
         self._saver.settle(max(0.0, give_up_at - time.monotonic()))
-        if self._sidecar is not None:
-            with self._changed:
-                while not self._is_flushed() and self._failure is None:
-                    left = give_up_at - time.monotonic()
-                    if left <= 0:
-                        raise NotReady(f"step {self._wanted} is sealed in memory, but not on storage yet")
-                    self._changed.wait(min(left, 0.5))
-                    if not self._sidecar.is_alive():
-                        self._wake_sidecar()
+        if self._flusher is not None:
+            self._flusher.wait(give_up_at, lambda: self._failure is not None)
         self._raise_failure()
 
     def close(self) -> None:
@@ -220,9 +211,7 @@ class Checkpointer:
             self._saver.settle(CLOSE_SECONDS)
         self._saver.close(CLOSE_SECONDS)
         shm.unpin(self._writer)
-        flushed = self._sidecar is not None and self._sidecar.close(CLOSE_SECONDS)
-        if self._sidecar is not None and not flushed:
-            self._emit("housekeeping_failed", self._wanted, text=f"the flush goes on in process {self._sidecar.pid}")
+        flushed = self._flusher is not None and self._flusher.close(CLOSE_SECONDS)
         if self._copier is not None:
             # Copies of what is on storage are as little needed as the memory here.
             every = [str(SegmentName(member=self.member, rank=rank, slot=0)) for rank in range(self.ranks)]
@@ -344,26 +333,16 @@ class Checkpointer:
         self._newest = Sealed(
             lineage=header.lineage, step=header.step, state_digest=header.state_digest, chain=header.chain
         )
-        if header.flush and self._sidecar is not None:
-            with self._changed:
-                self._wanted = header.version
-                self._unflushed.append(header.version)
-            self._wake_sidecar()
+        if header.flush and self._flusher is not None:
+            self._flusher.mark(header.version)
         if self._copier is not None:
             self._copier.sealed(path, header)
         if self._on_sealed is not None:
             self._on_sealed(path, header)
 
-    # ------------------------------------------------------------------------------------------------ flush and faults
-
-    def _is_flushed(self) -> bool:
-        return self._wanted is None or (self._flushed is not None and self._flushed >= self._wanted)
-
-    def _make_sidecar(
+    def _make_flusher(
         self, storage: str | os.PathLike[str], keep: int, keep_every: int | None, here: int | None
-    ) -> Sidecar:
-        if here is not None:
-            parts.forget(open_storage(storage), self.role, self.member, range(self.rank, self.rank + here))
+    ) -> Flusher:
         settings = Settings(
             folder=str(self.folder),
             storage=os.fspath(storage),
@@ -374,33 +353,16 @@ class Checkpointer:
             parent=os.getpid(),
             here=here,
         )
-        return Sidecar(settings, self._hear_sidecar)
+        return Flusher(
+            settings,
+            ranks=range(self.rank, self.rank + (here or 0)),
+            changed=self._changed,
+            events=self.events,
+            pace=self._pace,
+            on_failed=self._fail,
+        )
 
-    def _wake_sidecar(self) -> None:
-        if self._sidecar is None:
-            return
-        if self._sidecar.start() and self._flushed is not None:
-            self._emit("housekeeping_failed", self._flushed, text="the flushing helper had died; a new one took over")
-        self._sidecar.tell("sealed")
-
-    def _hear_sidecar(self, event: Event) -> None:
-        """Runs on the thread that reads the helper's words."""
-        if event.kind in ("flush_committed", "flush_found"):
-            done = (event.lineage, event.step)
-            with self._changed:
-                passed = [version for version in self._unflushed if version < done]
-                self._unflushed = [version for version in self._unflushed if version > done]
-                if event.kind == "flush_committed":
-                    self._pace.saw_flush(event.seconds)
-                self._flushed = max(self._flushed or (0, 0), done)
-                self._changed.notify_all()
-            for version in passed:
-                self._emit(
-                    "flush_superseded", version, tier="storage", text=f"step {event.step} went to storage in its place"
-                )
-        elif event.kind == "flush_failed":
-            self._fail(StorageError(event.text))
-        self.events.emit(event)
+    # ---------------------------------------------------------------------------------------------------------- faults
 
     def _emit(self, kind: Kind, version: Version | None, **fields: Any) -> None:
         lineage, step = version or (0, 0)

@@ -25,7 +25,7 @@ for step in range(step + 1, step + 4):
     state["step"] = step
     ckpt.save(step, state)
     ckpt.wait()
-print(step, ckpt._sidecar.pid, flush=True)
+print(step, ckpt._flusher.sidecar.pid, flush=True)
 if sys.argv[3] == "killed":
     state["w"].fill_(step + 1)
     ckpt.save(step + 1, {**state, "step": step + 1})

@@ -113,8 +113,8 @@ class Ours(Engine):
     def open(self, state):
         self.make(mode="copy")
         self.engine.prepare(state)
-        if self.engine._sidecar is not None:
-            self.engine._sidecar.start()
+        if self.engine._flusher is not None:
+            self.engine._flusher.sidecar.start()
 
     def make(self, **options):
         from easyckpt import Checkpointer

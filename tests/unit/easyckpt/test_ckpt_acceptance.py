@@ -81,7 +81,7 @@ def test_saves_to_memory_go_on_while_a_flush_hangs_and_neither_is_lost_or_mixed(
     checkpointer = engine(tmp_path)
     checkpointer.save(1, filled(1))
     checkpointer.wait()
-    helper = checkpointer._sidecar.pid
+    helper = checkpointer._flusher.sidecar.pid
     os.kill(helper, signal.SIGSTOP)
     pin = shm.pin(next(folder.glob("*.s0.safetensors")), helper, deadline=600)  # as its flush would hold it
     for step in range(2, 7):
@@ -180,7 +180,7 @@ def test_only_one_process_touches_storage_and_no_rank_polls_for_anothers_file(en
     for one in ranks:
         one.wait()
     assert [storage.calls for storage in storages] == [[], []]
-    assert ranks[1]._sidecar is None
+    assert ranks[1]._flusher is None
     assert ranks[0].events.counts["flush_committed"] >= 1
 
 
@@ -321,13 +321,13 @@ def test_a_helper_that_cannot_live_or_does_not_answer_is_told_and_never_a_hang(e
     monkeypatch.undo()
     checkpointer.save(3, filled(3))
     checkpointer.wait()
-    os.kill(checkpointer._sidecar.pid, signal.SIGSTOP)
+    os.kill(checkpointer._flusher.sidecar.pid, signal.SIGSTOP)
     checkpointer.save(4, filled(4))
     with pytest.raises(NotReady):
         checkpointer.wait(0.5)
     state = filled(0)
     assert checkpointer.restore(state).step == 4
-    os.kill(checkpointer._sidecar.pid, signal.SIGCONT)
+    os.kill(checkpointer._flusher.sidecar.pid, signal.SIGCONT)
     checkpointer.wait()
 
 

@@ -44,8 +44,8 @@ def storage(tmp_path, folder):
     for step in (1, 2, 3):
         engine.save(step, state(float(step)))
         engine.wait()
-    engine._sidecar._process.kill()
-    engine._sidecar._process.wait()
+    engine._flusher.sidecar._process.kill()
+    engine._flusher.sidecar._process.wait()
     yield tmp_path / "ckpts"
     engine.close()
 

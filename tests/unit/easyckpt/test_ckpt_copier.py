@@ -84,7 +84,7 @@ for step in (1, 2, 3):
     ckpt.save(step, {"w": torch.full((4000,), float(step))})
     ckpt.wait()
     ckpt._copier.settle(20)
-print(ckpt._sidecar.pid or 0, flush=True)
+print(ckpt._flusher.sidecar.pid or 0, flush=True)
 time.sleep(600)
 """
 

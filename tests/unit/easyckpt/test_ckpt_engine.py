@@ -256,12 +256,12 @@ def test_the_last_state_is_flushed_at_the_end_whatever_the_interval(engine, tmp_
 def test_a_marked_step_that_was_overwritten_before_its_flush_passes_its_mark_on(engine, tmp_path):
     """The helper is stopped while steps 1 to 4 are saved and only step 1 is marked: a later one goes to storage in its place, and wait ends."""
     checkpointer = engine(tmp_path, flush_every=100)
-    checkpointer._sidecar.start()
-    os.kill(checkpointer._sidecar.pid, signal.SIGSTOP)
+    checkpointer._flusher.sidecar.start()
+    os.kill(checkpointer._flusher.sidecar.pid, signal.SIGSTOP)
     for step in range(1, 5):
         checkpointer.save(step, {"w": torch.ones(3)})
         checkpointer._saver.settle(30)
-    os.kill(checkpointer._sidecar.pid, signal.SIGCONT)
+    os.kill(checkpointer._flusher.sidecar.pid, signal.SIGCONT)
     checkpointer.wait(30)
     assert checkpointer.events.counts["flush_committed"] == 1
     assert checkpointer.events.counts["flush_superseded"] == 1
@@ -271,12 +271,12 @@ def test_a_marked_step_that_was_overwritten_before_its_flush_passes_its_mark_on(
 def test_a_step_that_another_writer_flushed_is_done(engine, tmp_path, folder):
     """Two helpers on one storage: the slower one finds the step there and says so, and nobody waits for it in vain."""
     checkpointer = engine(tmp_path)
-    checkpointer._sidecar.start()
-    os.kill(checkpointer._sidecar.pid, signal.SIGSTOP)
+    checkpointer._flusher.sidecar.start()
+    os.kill(checkpointer._flusher.sidecar.pid, signal.SIGSTOP)
     checkpointer.save(1, {"w": torch.ones(3)})
     checkpointer._saver.settle(30)
     assert Flusher(folder, tmp_path).flush_newest().step == 1
-    os.kill(checkpointer._sidecar.pid, signal.SIGCONT)
+    os.kill(checkpointer._flusher.sidecar.pid, signal.SIGCONT)
     checkpointer.wait(30)
     assert checkpointer.events.counts["flush_committed"] == 0
 
@@ -300,12 +300,12 @@ def test_a_killed_helper_is_replaced_at_the_next_save(engine, tmp_path):
     checkpointer = engine(tmp_path)
     checkpointer.save(1, {"w": torch.ones(3)})
     checkpointer.wait()
-    first = checkpointer._sidecar.pid
+    first = checkpointer._flusher.sidecar.pid
     os.kill(first, 9)
-    checkpointer._sidecar._process.wait()
+    checkpointer._flusher.sidecar._process.wait()
     checkpointer.save(2, {"w": torch.ones(3)})
     checkpointer.wait()
-    assert checkpointer._sidecar.pid != first
+    assert checkpointer._flusher.sidecar.pid != first
     assert checkpointer.events.counts["flush_committed"] == 2
 
 

@@ -34,8 +34,8 @@ def stages(folder, tmp_path):
         one.save(1, {"model": {f"layer{rank}": torch.full((20_000,), rank + 1.0)}, "step": 1})
         one._saver.settle(30)
     engines[0].wait()
-    os.kill(engines[0]._sidecar.pid, 9)
-    engines[0]._sidecar._process.wait()
+    os.kill(engines[0]._flusher.sidecar.pid, 9)
+    engines[0]._flusher.sidecar._process.wait()
     yield engines
     for one in engines:
         one.close()
