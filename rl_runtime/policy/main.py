@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from aimaster.client import start_member
-from aimaster.settings import from_json
+from aimaster.settings import JobSettings, from_json
 from aimaster.telemetry.logs import set_up_logs
 from aimaster.wire.checkpoint import SaveTrouble, SealedNotice, Version
 from aimaster.wire.ids import NodeId
@@ -49,34 +49,9 @@ def run_policy() -> None:
         else:
             progress.beat(phase, step=version.step, lineage=version.lineage)
 
-    def on_sealed(path: Path, header: SegmentHeader) -> None:
-        agent.sealed(
-            SealedNotice(
-                member=identity.member,
-                rank=header.rank,
-                name=path.name,
-                version=Version(header.lineage, header.step),
-                flush=header.flush,
-            )
-        )
-
-    def on_event(event: Event) -> None:
-        log_event(event)
-        if event.kind == "save_failed":
-            agent.lost(SaveTrouble(member=identity.member, version=Version(event.lineage, event.step), text=event.text))
-
     agent = AgentLink(around.memory, around.run, beat=beat)
     link = ControllerLink(around.run, beat=beat)
-    checkpointer = Checkpointer(
-        job.aimaster.snapshots.storage or around.places.storage,
-        member=identity.member,
-        role=ROLE,
-        folder=segments(around.memory),
-        slots=settings.snapshot_slots,
-        flush_every=None,
-        on_sealed=on_sealed,
-        on_event=on_event,
-    )
+    checkpointer = _checkpointer(around, job, agent, slots=settings.snapshot_slots)
     state = MemberState(
         settings,
         checkpointer,
@@ -95,6 +70,38 @@ def run_policy() -> None:
     loop.close()
     progress.beat("end")  # a phase of its own: a process of some gigabytes takes its time to go, which is no hang
     progress.close()
+
+
+def _checkpointer(around: Surroundings, job: JobSettings, agent: AgentLink, *, slots: int) -> Checkpointer:
+    """The member's engine; what it seals and what it loses is told to the node's agent."""
+    member = around.identity.member
+
+    def on_sealed(path: Path, header: SegmentHeader) -> None:
+        agent.sealed(
+            SealedNotice(
+                member=member,
+                rank=header.rank,
+                name=path.name,
+                version=Version(header.lineage, header.step),
+                flush=header.flush,
+            )
+        )
+
+    def on_event(event: Event) -> None:
+        log_event(event)
+        if event.kind == "save_failed":
+            agent.lost(SaveTrouble(member=member, version=Version(event.lineage, event.step), text=event.text))
+
+    return Checkpointer(
+        job.aimaster.snapshots.storage or around.places.storage,
+        member=member,
+        role=ROLE,
+        folder=segments(around.memory),
+        slots=slots,
+        flush_every=None,
+        on_sealed=on_sealed,
+        on_event=on_event,
+    )
 
 
 def _gradients(around: Surroundings) -> Path:
