@@ -41,6 +41,7 @@ _EXPLAINED_BY: Final[dict[str, tuple[str, ...]]] = {
 }
 """Categories that are symptoms of others when both are said of the same node."""
 
+_ENDS_A_PROCESS: Final = ("app.segfault", "app.cuda_oom", "app.illegal_access", "app.device_assert", "node.oom")
 _BEFORE: Final = 900.0
 _AFTER: Final = 180.0
 
@@ -66,10 +67,23 @@ def explains(cause: Finding, symptom: Finding) -> bool:
         return False
     if symptom.category == "node.disk_fault" and symptom.weight >= 75:
         return False  # the kernel named the disk itself
-    if cause.subject.node not in (symptom.subject.node, symptom.node):
+    if cause.subject.node not in (symptom.subject.node, symptom.node) and not _ended_by_itself(cause, symptom):
         return False
     if cause.weight < 50 and symptom.weight >= 60:
         return False
     if cause.time_seconds is None or symptom.time_seconds is None:
         return True
     return cause.time_seconds - _AFTER <= symptom.time_seconds <= cause.time_seconds + _BEFORE
+
+
+def _ended_by_itself(cause: Finding, symptom: Finding) -> bool:
+    """Whether a task of unknown place that sends no heartbeat any more is the process that tells of its own end: a service that waits for
+    heartbeats cannot tell a dead process from a dead node.
+    """
+    return (
+        symptom.sign == "jax.task-heartbeat"
+        and symptom.subject.node is None
+        and cause.role == "self"
+        and cause.weight >= 50
+        and cause.category.startswith(_ENDS_A_PROCESS)
+    )

@@ -145,7 +145,7 @@ def _placed(findings: list[Finding]) -> list[Finding]:
             task = one.details.get("task", "")
             rank = one.subject.rank if one.subject.rank is not None else int(task) if task.isdigit() else None
             node = one.details.get("on") or (one.subject.node if one.role == "accusation" else None)
-            if rank is not None and node:
+            if rank is not None and node and "[" not in node:
                 ran_on[(one.evidence[0].file, rank)] = node
     if not ran_on:
         return findings

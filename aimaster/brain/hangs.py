@@ -34,6 +34,7 @@ def explain_stall(picture: Picture) -> Stall | None:
         or _behind(echoes)
         or _lost_peer(picture, echoes)
         or _silent_node(picture, echoes)
+        or _never_came(picture, echoes)
         or _nobody(echoes)
     )
 
@@ -153,6 +154,25 @@ def _silent_node(picture: Picture, echoes: list[Finding]) -> Stall | None:
         subject=Subject(node=quiet[0]),
         confidence=0.5,
         why=f"{quiet[0]} fell silent {last - picture.ends[quiet[0]]:.0f} s before the others stopped waiting for it",
+    )
+
+
+def _never_came(picture: Picture, echoes: list[Finding]) -> Stall | None:
+    """Gloo gave up waiting in every log that shows steps but one: who had been in the collective would have given up as well, and a dead
+    process would have closed its connections.
+    """
+    gave_up = [echo for echo in echoes if echo.sign == "torch.gloo-timeout" and echo.evidence]
+    files = {echo.evidence[0].file for echo in gave_up}
+    quiet = sorted(set(picture.progress) - {echo.evidence[0].file for echo in echoes if echo.evidence})
+    if len(quiet) != 1 or not files & set(picture.progress):
+        return None
+    last = picture.progress[quiet[0]]
+    return Stall(
+        category="hang.straggler",
+        subject=last.subject,
+        confidence=0.5,
+        why=f"all logs but {quiet[0]} say that they waited for a peer in vain",
+        evidence=(gave_up[0].evidence[0], *last.evidence[:1]),
     )
 
 

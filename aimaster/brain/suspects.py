@@ -65,6 +65,7 @@ def refine(picture: Picture) -> list[Finding]:
     findings = _repeated_faults(findings)
     findings = _contained(findings)
     findings = _file_server_back(findings, picture)
+    findings = _pod_started(findings, picture)
     findings = _accused_by_most(findings)
     findings = _head_lost(findings, picture)
     return _advertised(findings, picture)
@@ -198,6 +199,24 @@ def _file_server_back(findings: list[Finding], picture: Picture) -> list[Finding
         one
         for one in findings
         if not (one.sign == "kernel.nfs-not-responding" and (one.node, one.details.get("server")) in back)
+    ]
+
+
+def _pod_started(findings: list[Finding], picture: Picture) -> list[Finding]:
+    """A volume that could not be mounted at first held up nothing once the pod's container started: the kubelet tries again."""
+    starts = [
+        (fact.evidence[0].file, fact.details.get("pod"), fact.evidence[0].offset)
+        for fact in picture.facts
+        if fact.sign == "kubernetes.container-started"
+    ]
+    return [
+        one
+        for one in findings
+        if one.sign != "kubernetes.mount-failed"
+        or not any(
+            (file, pod) == (one.evidence[0].file, one.details.get("pod")) and offset > one.evidence[0].offset
+            for file, pod, offset in starts
+        )
     ]
 
 

@@ -16,7 +16,7 @@ from aimaster.catalogue.blocks import FlightTable, HangDump, TorchrunReport, Tra
 from aimaster.catalogue.hits import Hit, ProgressMark
 from aimaster.catalogue.kept import Log
 from aimaster.catalogue.lines import DAY, Stamp, complete, read_speaker, read_stamp
-from aimaster.catalogue.names import Names, is_address
+from aimaster.catalogue.names import Names, expand_hosts, is_address
 from aimaster.catalogue.xid import APPLICATION_FIRST, XidTable, sxid_is_fatal
 from aimaster.telemetry.scrub import scrub
 from aimaster.wire.health import Action, Evidence, FaultOf, Finding, Role, Severity, Subject
@@ -101,7 +101,7 @@ class _OneLog:
         self._tracebacks = [block for block in scan.blocks if isinstance(block, Traceback) and not block.harmless]
 
     def findings(self) -> list[Finding]:
-        found = [one for hit in self.scan.hits for one in _each_rank(self._from_hit(hit))]
+        found = [one for hit in self.scan.hits for host in _each_host(hit) for one in _each_rank(self._from_hit(host))]
         found += self._exceptions()
         for block in self.scan.blocks:
             if isinstance(block, TorchrunReport):
@@ -356,6 +356,14 @@ class _OneLog:
                 ),
             )
         ]
+
+
+def _each_host(hit: Hit) -> list[Hit]:
+    """A statement about several hosts in one bracket is one about each of them."""
+    node = hit.groups.get("node", "")
+    if "[" not in node:
+        return [hit]
+    return [msgspec.structs.replace(hit, groups={**hit.groups, "node": host}) for host in expand_hosts(node)]
 
 
 def _each_rank(finding: Finding) -> list[Finding]:

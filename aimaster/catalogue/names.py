@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from aimaster.catalogue.kept import Log
 
 _ADDRESS = re.compile(r"^\d+\.\d+\.\d+\.\d+$")
+_HOST_PART = re.compile(r"(?:[^,\[\]]|\[[^\]]*\])+")
+MOST_HOSTS: Final = 64
+"""Of the hosts that one line names."""
 _AWS_NAME = re.compile(r"^ip-(\d+)-(\d+)-(\d+)-(\d+)(?:\..*)?$")
 
 
@@ -27,6 +30,31 @@ def plain(name: str) -> str:
     return name if is_address(name) else name.split(".", 1)[0]
 
 
+def expand_hosts(text: str) -> list[str]:
+    """Slurm's short form of many hosts, in full: `gpu-[07-08,11],m3` is gpu-07, gpu-08, gpu-11 and m3. At most MOST_HOSTS of them."""
+    hosts: list[str] = []
+    for part in _HOST_PART.findall(text):
+        hosts += _one_range(part)[: MOST_HOSTS - len(hosts)]
+    return hosts
+
+
+def _one_range(part: str) -> list[str]:
+    """The first bracket of a name, spelt out; the rest of the name by itself, for it may hold another."""
+    before, bracket, rest = part.partition("[")
+    inside, closed, after = rest.partition("]")
+    if not bracket or not closed:
+        return [part]
+    numbers: list[str] = []
+    for piece in inside.split(","):
+        low, _, high = piece.partition("-")
+        if not low.isdigit() or (high and not high.isdigit()):
+            return [part]
+        last = min(int(high or low), int(low) + MOST_HOSTS)
+        numbers += [str(number).zfill(len(low)) for number in range(int(low), last + 1)]
+    tails = _one_range(after)
+    return [f"{before}{number}{tail}" for number in numbers[:MOST_HOSTS] for tail in tails]
+
+
 def _neighbours(host: str, node: str | None) -> bool:
     """Two names that differ in their numbers only: two nodes, never two names of one."""
     return node is not None and host != node and re.sub(r"\d+", "#", host) == re.sub(r"\d+", "#", node)
@@ -34,7 +62,12 @@ def _neighbours(host: str, node: str | None) -> bool:
 
 def _accused(scan: Log) -> set[str]:
     """Hosts that a log speaks of as others: what they print into it is theirs, not its own node's."""
-    return {hit.groups["node"] for hit in scan.hits if hit.sign.role == "accusation" and hit.groups.get("node")}
+    return {
+        host
+        for hit in scan.hits
+        if hit.sign.role == "accusation" and hit.groups.get("node")
+        for host in expand_hosts(hit.groups["node"])
+    }
 
 
 class Names:

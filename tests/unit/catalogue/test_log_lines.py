@@ -3,6 +3,7 @@ from datetime import UTC, datetime
 import pytest
 
 from aimaster.catalogue.lines import complete, read_progress, read_speaker, read_stamp, unwrap
+from aimaster.catalogue.names import MOST_HOSTS, expand_hosts
 
 NEAR = datetime(2026, 3, 1, 12, tzinfo=UTC).timestamp()
 
@@ -136,3 +137,23 @@ def test_what_a_container_runtime_adds_is_taken_off(line):
     assert unwrap(line) == b"[rank3]: ValueError: x"
     stamp = read_stamp(line)
     assert stamp is None or stamp.seconds == pytest.approx(1772359207, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("gpu-[07-08]", ["gpu-07", "gpu-08"]),
+        ("gpu-[07-08,11],m3", ["gpu-07", "gpu-08", "gpu-11", "m3"]),
+        ("r[1-2]n[09-10]", ["r1n09", "r1n10", "r2n09", "r2n10"]),
+        ("cn-014", ["cn-014"]),
+        ("fe80[eth0]", ["fe80[eth0]"]),
+    ],
+)
+def test_short_forms_of_many_hosts_are_spelt_out(text, hosts):
+    """Slurm writes neighbours as one name with a range; each is a host of its own, with its zeros."""
+    assert expand_hosts(text) == hosts
+
+
+def test_a_short_form_names_a_bounded_number_of_hosts():
+    """A range over a whole cluster stays a bounded list."""
+    assert len(expand_hosts("n[0-999999],m[0-999]")) == MOST_HOSTS
