@@ -12,6 +12,7 @@ _EXPLAINED_BY: Final[dict[str, tuple[str, ...]]] = {
     "gpu.nvlink": ("gpu.lost", "gpu.fabric"),
     "gpu.firmware": ("gpu.lost", "gpu.ecc"),
     "gpu.pcie": ("gpu.lost",),
+    "gpu.ecc": ("gpu.row_remap_failure",),
     "node.lost": (
         "node.kernel_fault",
         "node.oom",
@@ -48,7 +49,9 @@ _AFTER: Final = 180.0
 
 def explains(cause: Finding, symptom: Finding) -> bool:
     """Whether one statement is the reason of another of the same node."""
-    if cause.category == symptom.category or cause.weight < 40:
+    if cause.weight < 40:
+        return False
+    if cause.category == symptom.category and symptom.sign != "mpi.abort":
         return False
     prefixes = _EXPLAINED_BY.get(symptom.category)
     if cause.category == "node.lost" and cause.weight < 65 and symptom.role == "self":
@@ -63,8 +66,12 @@ def explains(cause: Finding, symptom: Finding) -> bool:
             "net.",
             "process.killed",
         )  # "is dead" of a replica, not of a host
+    if symptom.sign == "mpi.abort":
+        prefixes = ("app.", *_EXPLAINED_BY["app.exception"])
     if prefixes is None or not cause.category.startswith(prefixes):
         return False
+    if symptom.category == "gpu.ecc" and "xid" in symptom.details:
+        return False  # the driver named the error itself
     if symptom.category == "node.disk_fault" and symptom.weight >= 75:
         return False  # the kernel named the disk itself
     if cause.subject.node not in (symptom.subject.node, symptom.node) and not _ended_by_itself(cause, symptom):
@@ -77,9 +84,11 @@ def explains(cause: Finding, symptom: Finding) -> bool:
 
 
 def _ended_by_itself(cause: Finding, symptom: Finding) -> bool:
-    """Whether a task of unknown place that sends no heartbeat any more is the process that tells of its own end: a service that waits for
-    heartbeats cannot tell a dead process from a dead node.
+    """Whether another node's statement is the reason of one that was only seen from outside: who waits for heartbeats cannot tell a dead process
+    from a dead node, and mpirun only says which rank asked for the end of all.
     """
+    if symptom.sign == "mpi.abort":
+        return cause.role == "self" and cause.sign != "mpi.abort" and cause.weight >= 50
     return (
         symptom.sign == "jax.task-heartbeat"
         and symptom.subject.node is None
