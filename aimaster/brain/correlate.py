@@ -68,6 +68,8 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
             if mark and proof and mark.file == proof.file and mark.file:
                 if mark.offset > proof.offset or _same_moment(end, finding):
                     return True
+                if finding.role == "follower" and finding.time_seconds is None:
+                    return True  # an echo behind the good end of its own log: everybody leaves
             elif end.time_seconds is not None and finding.time_seconds is not None and _same_moment(end, finding):
                 return True
         return False

@@ -90,7 +90,7 @@ class Traceback(Block, eq=False, tag="traceback"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        prefix = self.opening[: self.opening.find(b"Traceback (most recent call last)")]
+        prefix = self.opening[: self.opening.find(b"Traceback (most recent call last)")].removesuffix(b"Original ")
         if prefix.strip():
             self.prefix = prefix
 

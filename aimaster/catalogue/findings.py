@@ -321,7 +321,8 @@ class _OneLog:
         return found
 
     def _progress(self, mark: ProgressMark) -> Finding:
-        node = self.names.speaker_node(self.scan, read_speaker(mark.text.encode()).host)
+        speaker = read_speaker(mark.text.encode())
+        node = self.names.speaker_node(self.scan, speaker.host)
         at = self._time(mark.stamp)
         return Finding(
             sign="progress",
@@ -329,7 +330,7 @@ class _OneLog:
             role="benign",
             kind="progress",
             severity="info",
-            subject=Subject(node=node),
+            subject=Subject(node=node, rank=speaker.subject.rank),
             node=node,
             time_seconds=at,
             details={"number": str(mark.number)},
