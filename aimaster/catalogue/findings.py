@@ -32,7 +32,7 @@ _SETTINGS = re.compile(
 _REFUSES = re.compile(r"(?:^|\.)(?:ValueError|AssertionError|TypeError|KeyError|NotImplementedError|ValidationError)$")
 _WAITS_ONLY = re.compile(r"(?:^|\.)(?:\w*Timeout\w*|Empty|CancelledError)$")
 _MILD = re.compile(
-    r"\"level\": ?\"(?:debug|info|warn(?:ing)?)\"|(?<!NCCL )\b(?:DEBUG|INFO|WARNING)\b|\[W\d{3,4} |^W\d{4} "
+    r"\"level\": ?\"(?:debug|info|warn(?:ing)?)\"|(?<!NCCL )(?<!=)\b(?:DEBUG|INFO|WARNING)\b|\[W\d{3,4} |^W\d{4} "
 )
 """A program that logs an echo as a warning has caught it: by itself that is no failure."""
 _LAUNCHER = re.compile(
@@ -43,6 +43,8 @@ _PCI = re.compile(r"^(?:0000)?([0-9a-fA-F]{4}):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})
 _OWN_ACCUSATIONS: Final = frozenset({"kubernetes", "ray"})
 """Sources whose accusations lie among the accused node's own logs when they name nobody (kubectl describe)."""
 
+LAST_BYTES: Final = 2048
+"""A traceback with no more than that behind it ends its log."""
 MOST_RANKS: Final = 64
 """Of the ranks that one line names."""
 EXIT_MEANINGS: Final[dict[int, tuple[str, Role, int]]] = {
@@ -131,6 +133,8 @@ class _OneLog:
         last = self._time(read_stamp(hit.last_line)) if hit.last_line else None
         if self.scan.progress:
             groups["steps_after"] = str(self.scan.steps_after(max(hit.offset, hit.last_offset)))
+        if any(block.exception_offset == hit.offset and self._ends_with(block) for block in self._tracebacks):
+            groups["uncaught"] = "true"
         return Finding(
             sign=sign.id,
             category=category,
@@ -231,6 +235,9 @@ class _OneLog:
                 node = self.names.resolve(remote.node)
             at = self._time(block.stamp or self._stamp_before(block.offset))
             text = f"{block.exception}: {block.message}" if block.message else block.exception
+            details = {"exception": block.exception, "message": scrub(block.message)[:300]}
+            if self._ends_with(block):
+                details["uncaught"] = "true"
             subject = Subject(
                 node=node,
                 rank=_first(speaker.subject.rank, self.scan.about.rank),
@@ -246,7 +253,7 @@ class _OneLog:
                     node=node,
                     time_seconds=at,
                     weight=weight,
-                    details={"exception": block.exception, "message": scrub(block.message)[:300]},
+                    details=details,
                     traceback=scrub(block.text()),
                     evidence=(
                         self._evidence(
@@ -256,6 +263,12 @@ class _OneLog:
                 )
             )
         return found
+
+    def _ends_with(self, block: Traceback) -> bool:
+        """Whether the log ends with this traceback: nobody caught the exception."""
+        return self.scan.bytes_read - max(
+            block.end_offset, block.exception_offset
+        ) <= LAST_BYTES and not self.scan.steps_after(block.exception_offset)
 
     def _remote_task(self, block: Traceback) -> Subject | None:
         """The remote task whose exception this is, where Ray printed both: of tasks within tasks, the innermost."""

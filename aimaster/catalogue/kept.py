@@ -43,6 +43,8 @@ class Log(Protocol):
     def first_stamp(self) -> Stamp | None: ...
     @property
     def end_stamp(self) -> Stamp | None: ...
+    @property
+    def bytes_read(self) -> int: ...
     def steps_after(self, offset: int) -> int: ...
 
 
@@ -88,6 +90,10 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def end_stamp(self) -> Stamp | None:
         return self.steps.end_stamp
+
+    @property
+    def bytes_read(self) -> int:
+        return self.steps.bytes_read
 
     def steps_after(self, offset: int) -> int:
         """As `LogScan.steps_after`."""
