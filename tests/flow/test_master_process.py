@@ -230,7 +230,11 @@ async def test_a_front_that_is_gone_before_the_master_began_leaves_a_run_that_ca
     assert run.process.returncode == 0
     first = next(iter(read_frames(run.folder / "journal")))
     assert type(decode_record(first.payload).events[0]).__name__ == "MasterStarted"
+    run.agents = {
+        node: FakeAgent(run.folder, run.plan.run_id, node, token=f"{SECRET}member", pid=2000) for node in run.plan.nodes
+    }  # the new front's: those before were told to stop
     await run.start_master()
+    run.start_agents()
     await run.running()
 
 

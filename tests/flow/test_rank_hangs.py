@@ -168,4 +168,5 @@ async def test_a_first_long_phase_condemns_nobody(run, mode):
         assert condemned(master) == []
         assert not [one for one in master.events(Found) if one.finding.sign == "ranks.apart"]
         if mode == "announced":
-            assert master.events(HangSuspected) == []
+            # Where the ranks stand is told, for the master knows the other nodes; that a lease is broken is not.
+            assert all("elsewhere-twice" in one.evidence for one in master.events(HangSuspected))
