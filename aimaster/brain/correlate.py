@@ -46,6 +46,8 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
 
     def recovered(self, finding: Finding) -> bool:
         """Whether the job went on after this: more steps in the same log, or progress clearly later in another one, or a good end."""
+        if "uncaught" in finding.details:
+            return self._ended_after(finding)  # what others do after it does not bring its process back
         proof = finding.evidence[-1] if finding.evidence else None
         if proof is not None and proof.file in self.progress and "steps_after" in finding.details:
             return int(finding.details["steps_after"]) >= STEPS_AFTER or self._ended_after(finding)

@@ -14,10 +14,10 @@ from typing import Final
 import msgspec
 
 from aimaster.brain import wording
-from aimaster.brain.correlate import Picture, correlate
+from aimaster.brain.correlate import GRACE_SECONDS, Picture, correlate
 from aimaster.brain.exits import from_exit
 from aimaster.brain.hangs import Stall, explain_stall
-from aimaster.brain.suspects import Ranked, level, rank_suspects, refine
+from aimaster.brain.suspects import Ranked, is_foreign, level, rank_suspects, refine
 from aimaster.wire.health import Action, Culprit, Evidence, FaultOf, Finding, RuledOut, Verdict, category
 
 __all__ = ["diagnose", "from_exit"]
@@ -37,6 +37,8 @@ NOTICE_SECONDS: Final = 900.0
 """So long after its announcement an end may come; steps made in between do not take it back."""
 STICKY: Final = frozenset({"gpu.slowdown", "gpu.row_remap_failure", "gpu.lost", "gpu.silent_corruption"})
 """They do not go away because training goes on."""
+OUTLIVED_BY_NO_STEP: Final = frozenset({"gpu.lost", "gpu.ecc", "gpu.fabric", "node.kernel_fault"})
+"""A node of which one is true makes no more steps: steps a while later are those of a node that was mended before."""
 
 
 def diagnose(findings: Iterable[Finding], now: float) -> Verdict:
@@ -65,7 +67,10 @@ class _Case:
         self.survived = [one for one in suspects if self._survived(one)]
         self.open = [one for one in suspects if one not in self.survived]
         self.failed = bool(self.alarming) or any(
-            one.weight >= PLAIN or (one.category == "process.killed" and one.weight >= KILLED) for one in self.open
+            one.weight >= PLAIN
+            or (one.category == "process.killed" and one.weight >= KILLED)
+            or ("uncaught" in one.details and one.weight >= SUPPORT)
+            for one in self.open
         )
         for one in self.survived:
             self._rule_out(one, "the job went on after it")
@@ -88,6 +93,8 @@ class _Case:
 
     def _survived(self, finding: Finding) -> bool:
         """What progress followed is no failure. In a job that ends badly a few more steps forgive nothing."""
+        if self._node_went_on(finding):
+            return True
         if finding.category in STICKY and (finding.category != "gpu.slowdown" or finding.count >= 3):
             return False
         if finding.time_seconds is None and finding.category == "app.illegal_access" and "xid" in finding.details:
@@ -100,6 +107,16 @@ class _Case:
         outlived = self.picture.outlived_seconds(finding)
         decisive = finding.severity == "critical" and finding.weight >= 85
         return outlived is None or outlived >= (DECISIVE_OUTLIVED_SECONDS if decisive else OUTLIVED_SECONDS)
+
+    def _node_went_on(self, finding: Finding) -> bool:
+        """The same node's steps after it: a lost GPU would have ended them, and whoever was killed for memory was none of the job."""
+        node, at = finding.subject.node, finding.last_seconds or finding.time_seconds
+        last = self.picture.last_progress_seconds(node) if node is not None else None
+        if at is None or last is None or finding.role != "self":
+            return False
+        if finding.category.startswith("node.oom") and is_foreign(finding, self.picture):
+            return last > at + GRACE_SECONDS
+        return finding.category in OUTLIVED_BY_NO_STEP and last - at >= OUTLIVED_SECONDS
 
     def _timed_suspects(self, finding: Finding) -> bool:
         """Whether anything else, with a time, was not survived."""
@@ -265,6 +282,8 @@ class _Case:
                 rank = rank if rank is not None else one.subject.rank
                 pid = pid or one.subject.pid
                 gpu = gpu or one.subject.gpu
+        if root.category.startswith("node.oom") and is_foreign(root, self.picture):
+            rank = None
         if rank is None and "file_rank" in root.details:
             rank = int(root.details["file_rank"])
         return Culprit(node=subject.node, rank=rank, gpu=gpu, pid=pid)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Final
@@ -50,6 +51,27 @@ class Ranked(msgspec.Struct, frozen=True, kw_only=True):
 def level(finding: Finding) -> int:
     """How deep a category lies: 1 hardware and host, 2 a node or its service, 3 a specific and 4 a vague program error."""
     return next((depth for prefix, depth in _LEVELS if finding.category.startswith(prefix)), 5)
+
+
+_OF_A_JOB: Final = re.compile(
+    r"(?i)^(?:python|pt_|ray|torch|vllm|sglang|engine|deepspeed|mpi|train|main|worker|llm|cuda|dataloader|rank)"
+)
+"""What processes and threads of training and inference are called."""
+
+
+def is_foreign(kill: Finding, picture: Picture) -> bool:
+    """Whether a process that was killed for memory is none of the job's: no log knows its pid, and its name is another program's."""
+    name = kill.details.get("name") or kill.details.get("name2") or ""
+    if not name or _OF_A_JOB.match(name):
+        return False
+    pid = kill.subject.pid
+    return not any(
+        one.subject.pid == pid
+        and one.subject.node in (kill.subject.node, None)
+        and not one.category.startswith("node.oom")
+        for one in (*picture.findings, *picture.facts, *picture.progress.values())
+        if pid
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ refining

@@ -45,6 +45,8 @@ _OWN_ACCUSATIONS: Final = frozenset({"kubernetes", "ray"})
 
 LAST_BYTES: Final = 2048
 """A traceback with no more than that behind it ends its log."""
+TASK_BYTES: Final = 4096
+"""So near behind Ray's heading of a task's error, an exception without its traceback is the task's."""
 MOST_RANKS: Final = 64
 """Of the ranks that one line names."""
 EXIT_MEANINGS: Final[dict[int, tuple[str, Role, int]]] = {
@@ -274,7 +276,8 @@ class _OneLog:
         """The remote task whose exception this is, where Ray printed both: of tasks within tasks, the innermost."""
         inner = None
         for hit in self.scan.hits:
-            if hit.sign.id == "ray.task-error" and block.offset <= hit.offset <= block.exception_offset:
+            first = block.offset - (TASK_BYTES if block.offset == block.exception_offset else 0)
+            if hit.sign.id == "ray.task-error" and first <= hit.offset <= block.exception_offset:
                 inner = Subject(node=hit.groups.get("node"), pid=_number(hit.groups.get("pid")))
         return inner
 
