@@ -101,6 +101,11 @@ class Traceback(Block, eq=False, tag="traceback"):
                 line = line[found.end() :]
             elif self.lines == 1 and line.startswith(b"  File "):
                 self.prefix = b""  # only the heading was put behind a logger's prefix
+            elif (
+                self.lines == 1 and (own := _RANK_PREFIX.match(line)) and self.prefix.rstrip().endswith(own[0].rstrip())
+            ):
+                self.prefix = own[0]  # only the heading was stamped
+                line = line[own.end() :]
             else:
                 return False  # another rank's line between ours
         elif _RANK_PREFIX.match(line):
