@@ -23,7 +23,7 @@ from aimaster.catalogue.findings import collect
 from aimaster.catalogue.flight import LARGEST_BYTES, Dump, compare, may_be_dump, read_dump
 from aimaster.catalogue.scan import LogScan
 from aimaster.cli.diagnose_candidates import candidates
-from aimaster.cli.diagnose_inputs import Unreadable, line_number, name_nodes, open_sources
+from aimaster.cli.diagnose_inputs import NotTextError, Unreadable, as_text_bytes, line_number, name_nodes, open_sources
 from aimaster.wire.health import Evidence, Finding, Verdict
 
 COUNTED_BYTES = 256 * 1024 * 1024
@@ -45,6 +45,8 @@ class Report(msgspec.Struct, kw_only=True):
     bytes_read: int
     dropped: dict[str, int]
     problems: list[Unreadable]
+    empty_window: bool = False
+    """Nothing that was found bears a time between --since and --until."""
 
 
 def read_logs(
@@ -53,6 +55,7 @@ def read_logs(
     """One scan per log with its node named, and the flight recorder dumps that lie among them."""
     scans: list[tuple[tuple[str, str], LogScan]] = []
     dumps: list[tuple[tuple[str, str], Dump]] = []
+    binary: list[str] = []
     for source in open_sources(paths, sys.stdin.buffer, problems):
         shown, place = source.name or source.root, (source.root, source.name)
         scan = LogScan(catalogue, node=None, file=shown, count_lines=source.size < COUNTED_BYTES)
@@ -60,11 +63,17 @@ def read_logs(
             dump = _read_one(scan, source.chunks)
             if dump is not None:
                 dumps.append((place, dump))
+        except NotTextError:
+            binary.append(shown)
         except (OSError, EOFError) as error:
             problems.append(Unreadable(shown, str(error)))
         scan.finish()
         if scan.bytes_read:
             scans.append((place, scan))
+    if binary:
+        problems.append(
+            Unreadable(f"{len(binary)} file{'s' if len(binary) > 1 else ''}", f"binary: {', '.join(binary[:5])}")
+        )
     nodes = name_nodes([place for place, _ in scans] + [place for place, _ in dumps])
     for place, scan in scans:
         scan.node = nodes[place]
@@ -87,10 +96,7 @@ def _read_one(scan: LogScan, chunks: Iterator[bytes]) -> Dump | None:
         dump = read_dump(first, file=scan.file, node=None) if len(held) <= LARGEST_BYTES else None
         if dump is not None:
             return dump
-    if b"\0" in first[:1024]:
-        return None
-    scan.feed(first)
-    for chunk in chunks:
+    for chunk in as_text_bytes(first, chunks, scan.file):
         scan.feed(chunk)
     return None
 
@@ -114,6 +120,11 @@ def examine(
     )
     if not scans and not dumps:
         verdict = msgspec.structs.replace(verdict, confidence=0.0, summary="Cannot tell: there is no log to read.")
+    empty_window = not any(one.time_seconds is not None for one in findings) and (
+        since is not None or until is not None
+    )
+    if empty_window and verdict.category == "benign":
+        verdict = msgspec.structs.replace(verdict, confidence=0.0, summary="Cannot tell: nothing in the window.")
     if verdict.category in UNEXPLAINED:
         verdict = msgspec.structs.replace(verdict, candidates=candidates(paths, scans))
     dropped: dict[str, int] = {}
@@ -129,6 +140,7 @@ def examine(
         bytes_read=sum(scan.bytes_read for scan in scans),
         dropped=dropped,
         problems=problems,
+        empty_window=empty_window,
     )
 
 
@@ -237,7 +249,7 @@ def _clock(at: float | None) -> str:
 
 def exit_code(verdict: Verdict, report: Report) -> int:
     """0 nothing wrong, 1 a failure found, 3 cannot tell."""
-    if verdict.category == "unknown" or report.files == 0:
+    if verdict.category == "unknown" or report.files == 0 or (report.empty_window and verdict.category == "benign"):
         return 3
     return 0 if verdict.action == "ignore" else 1
 
@@ -267,13 +279,10 @@ def diagnose(
         catalogue = load(rules)
     except RuleError as error:
         raise click.UsageError(str(error)) from error
-    report = examine(
-        paths,
-        catalogue,
-        now=now,
-        since=parse_time(since, now) if since else None,
-        until=parse_time(until, now) if until else None,
-    )
+    begin, end = (parse_time(text, now) if text else None for text in (since, until))
+    if begin is not None and end is not None and begin > end:
+        raise click.UsageError(f"--since {since} is later than --until {until}: nothing lies between them")
+    report = examine(paths, catalogue, now=now, since=begin, until=end)
     if as_json:
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(as_document(report)), indent=1) + b"\n")
     else:

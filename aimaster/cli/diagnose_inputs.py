@@ -7,8 +7,10 @@ found at the start. Which node a log belongs to is settled afterwards from all n
 from __future__ import annotations
 
 import bz2
+import codecs
 import gzip
 import io
+import itertools
 import lzma
 import os
 import re
@@ -73,6 +75,9 @@ _MAGIC: Final = (
     (b"PK\x03\x04", ".zip"),
 )
 """What packed files begin with, for a stream that has no name."""
+SAMPLE_BYTES: Final = 4096
+_CONTROLS: Final = bytes(byte for byte in range(32) if byte not in b"\t\n\r\x1b\b\f") + bytes(range(127, 192))
+"""Rare in text: control characters, and bytes that only continue a character."""
 _STAGES: Final = (".gz", ".bz2", ".xz", ".zst", ".zstd")
 
 
@@ -151,6 +156,7 @@ def _stdin(stream: IO[bytes], problems: list[Unreadable]) -> Iterator[Source]:
 
 def _folder(root: str, folder: Path, problems: list[Unreadable]) -> Iterator[Source]:
     seen: set[tuple[int, int]] = set()
+    left_out = 0
     for where, folders, files in os.walk(folder, followlinks=True):
         here = os.stat(where)
         if (here.st_dev, here.st_ino) in seen:
@@ -163,13 +169,20 @@ def _folder(root: str, folder: Path, problems: list[Unreadable]) -> Iterator[Sou
             relative = str(path.relative_to(folder))
             try:
                 status = path.stat()
-                if not path.is_file() or (status.st_dev, status.st_ino) in seen or _skipped(name):
+                if not path.is_file() or (status.st_dev, status.st_ino) in seen:
+                    continue
+                if _skipped(name):
+                    left_out += not name.startswith(".")
                     continue
                 if path.is_symlink():
                     seen.add((status.st_dev, status.st_ino))
                 yield from _file(root, path, relative, problems)
             except OSError as error:
                 problems.append(Unreadable(relative, error.strerror or str(error)))
+    if left_out:
+        problems.append(
+            Unreadable(f"{left_out} file{'s' if left_out > 1 else ''} of {root}", "by their names they are no logs")
+        )
 
 
 def _skipped(name: str) -> bool:
@@ -265,6 +278,27 @@ def _zstd(stream: IO[bytes]) -> IO[bytes]:
             raise OSError("zstd gave no output") from None
         return child.stdout
     return zstandard.ZstdDecompressor().stream_reader(stream)  # type: ignore[no-any-return,unused-ignore]
+
+
+class NotTextError(Exception):
+    """No log: its bytes are no text."""
+
+
+def as_text_bytes(first: bytes, rest: Iterator[bytes], name: str) -> Iterator[bytes]:
+    """A log's bytes as the scan wants them: UTF-16 as UTF-8, without a byte order mark, and without the NULs that a crash or a truncation
+    leaves in place of what was not written.
+    """
+    if first.startswith((b"\xff\xfe", b"\xfe\xff")):
+        decoder = codecs.getincrementaldecoder("utf-16")(errors="replace")
+        for chunk in itertools.chain((first,), rest):
+            yield decoder.decode(chunk).encode()
+        return
+    first = first.removeprefix(codecs.BOM_UTF8)
+    sample = first.replace(b"\0", b"")[:SAMPLE_BYTES]
+    if b"\0" in first and len(sample.translate(None, _CONTROLS)) < 0.9 * len(sample):
+        raise NotTextError(name)
+    for chunk in itertools.chain((first,), rest):
+        yield chunk.replace(b"\0", b"") if b"\0" in chunk else chunk
 
 
 def _read(stream: IO[bytes], most: int | None = None) -> Iterator[bytes]:

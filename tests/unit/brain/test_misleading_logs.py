@@ -87,3 +87,41 @@ def test_the_jobs_own_memory_kill_stays_the_reason(read):
     """A killed Python process of the job explains what its rank said."""
     verdict = read({"n1/t.log": FAILED, "n1/kern.log": "Nov 29 10:01:25 " + KILL.format("python")})[0].verdict
     assert verdict.category == "node.oom_host"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: b"\0" + text.encode(),
+        lambda text: b"\0" * 3000 + text.encode(),
+        lambda text: text.encode().replace(b"step 2\n", b"step 2\n" + b"\0" * 500),
+        lambda text: text.encode("utf-16"),
+        lambda text: b"\xef\xbb\xbf" + text.encode(),
+    ],
+)
+@pytest.mark.parametrize("log", [FAILED, FAILED.removeprefix(STEPS)])
+def test_a_damaged_beginning_hides_no_log(read, damage, log):
+    """NULs that a crash or a truncation left, UTF-16 and byte order marks are read through."""
+    report, code = read({"n1/t.log": damage(log)})
+    assert (report.verdict.category, report.verdict.culprit.rank, code) == ("app.exception", 0, 1)
+    assert "f()" in report.verdict.traceback
+
+
+def test_what_is_skipped_is_said(read):
+    """Binary files, by their bytes or by their names."""
+    report, _ = read({"n1/t.log": FAILED, "n1/odd.log": bytes(range(256)) * 40, "n1/model.pt": b"x"})
+    assert [problem.name.split(" of ")[0] for problem in report.problems] == ["1 file", "1 file"]
+    assert "odd.log" in report.problems[-1].why
+
+
+def test_only_the_heading_of_a_traceback_may_be_stamped(read):
+    """A time before `[rank1]:` on the first of its lines only."""
+    verdict = read({"n2/r.log": "2026-11-29 10:00:30 " + traceback_of("KeyError: 'z'", "[rank1]: ")})[0].verdict
+    assert (verdict.category, verdict.culprit.node, verdict.culprit.rank) == ("app.exception", "n2", 1)
+
+
+def test_a_window_without_a_word_tells_nothing(read):
+    """It is no good news that nothing was said in a time of which there is no log."""
+    report, code = read({"n1/t.log": FAILED}, since=1.0, until=2.0)
+    assert code == 3
+    assert "nothing in the window" in report.verdict.summary

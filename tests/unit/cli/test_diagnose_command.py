@@ -117,7 +117,11 @@ def test_damaged_and_binary_files_are_named_not_fatal(tmp_path):
     (folder / "node-0" / "blob.log").write_bytes(b"\0\1\2" * 100)
     document, code = verdict(folder)
     assert code == 1
-    assert [problem["name"] for problem in document["read"]["unreadable"]] == ["node-0/cut.tar.gz"]
+    assert [(problem["name"], problem["why"]) for problem in document["read"]["unreadable"]][1:] == [
+        (f"1 file of {folder}", "by their names they are no logs"),
+        ("1 file", "binary: node-0/blob.log"),
+    ]
+    assert document["read"]["unreadable"][0]["name"] == "node-0/cut.tar.gz"
 
 
 def test_text_says_the_verdict_what_to_do_and_what_was_ruled_out(tmp_path):
