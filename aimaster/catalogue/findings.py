@@ -128,6 +128,8 @@ class _OneLog:
             category, role, severity, weight, fault_of, action = self._xid(groups, weight)
         elif sign.id == "nvidia.sxid" and not sxid_is_fatal(int(groups["sxid"]), groups.get("word", "")):
             role, weight, severity = "follower", 5, "warning"
+        elif sign.id == "torch.elastic-failed":
+            category, role, weight = EXIT_MEANINGS.get(int(groups["exit_code"]), (category, role, weight))
         if role == "follower" and _MILD.search(hit.text):
             severity = "info"
         subject = self._subject(hit, groups, said_by)
