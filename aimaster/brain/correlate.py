@@ -157,6 +157,9 @@ def _placed(findings: list[Finding]) -> list[Finding]:
     for one in findings:
         place = (one.evidence[0].file, one.subject.rank) if one.evidence and one.subject.rank is not None else None
         node = ran_on.get(place) if place is not None else None
+        if place is None and one.evidence and one.node is None and one.kind == "sign":
+            here = {node for (file, _), node in ran_on.items() if file == one.evidence[0].file}
+            node = next(iter(here)) if len(here) == 1 else None  # only tasks of one node ended badly
         own = one.role == "self" and one.subject.node == one.node
         placed.append(
             msgspec.structs.replace(one, subject=msgspec.structs.replace(one.subject, node=node))

@@ -40,6 +40,9 @@ STICKY: Final = frozenset({"gpu.slowdown", "gpu.row_remap_failure", "gpu.lost", 
 OUTLIVED_BY_NO_STEP: Final = frozenset({"gpu.lost", "gpu.ecc", "gpu.fabric", "node.kernel_fault"})
 """A node of which one is true makes no more steps: steps a while later are those of a node that was mended before."""
 
+_OF_PEERS: Final = ("torch.", "nccl.", "mpi.", "infiniband.", "python.connection-lost")
+"""Signs by which one node complains of others."""
+
 
 def diagnose(findings: Iterable[Finding], now: float) -> Verdict:
     """The verdict on everything that was found; `now` closes the window of a job that still runs."""
@@ -186,18 +189,24 @@ class _Case:
         )
         if not ends or broke:
             return None
-        return self._verdict(min(ends, key=_when), [], confidence=0.6)
+        first = min(ends, key=_when)
+        verdict = self._verdict(first, [], confidence=0.6)
+        return msgspec.structs.replace(
+            verdict,
+            fault_of="user_code" if first.sign == "python.keyboard-interrupt" else verdict.fault_of,
+            summary="Somebody cancelled the job, and nothing was wrong before.",
+            advice="Nothing is to be mended: start it again if the cancellation was not meant.",
+        )
 
     def unknown(self) -> Verdict | None:
         """Something ended badly and no sign explains it."""
         if not self.failed:
             return None
         first = min(self.echoes, key=_when, default=None)
-        node = first.subject.node if first and len({echo.node for echo in self.echoes}) == 1 else None
         row = category("unknown")
         return Verdict(
             category="unknown",
-            culprit=Culprit(node=node),
+            culprit=self._named(first),
             fault_of=row.fault_of,
             action=row.action,
             confidence=0.2,
@@ -207,6 +216,15 @@ class _Case:
             evidence=self._evidence(None),
             ruled_out=tuple(self.ruled_out),
         )
+
+    def _named(self, first: Finding | None) -> Culprit:
+        """Whom torchrun reports as the first, else who ended where nobody else spoke; one who complains of a peer is not to blame for it."""
+        reported = [one for one in self.echoes if one.details.get("first") == "true"]
+        if reported:
+            return min(reported, key=_when).subject
+        alone = len({echo.node for echo in self.echoes}) == 1
+        complains = first is None or (first.category != "unknown" and first.sign.startswith(_OF_PEERS))
+        return Culprit(node=first.subject.node if first and alone and not complains else None)
 
     def benign(self) -> Verdict:
         """Nothing wrong, or nothing that needs more than a note."""
@@ -319,7 +337,12 @@ class _Case:
         lines: list[Evidence] = list(root.evidence) if root is not None else []
         seen: set[tuple[str, str | None]] = set()
         for echo in sorted(self.echoes, key=_when):
-            if (echo.sign, echo.node) not in seen and len(lines) < EVIDENCE_LINES and echo.evidence:
+            if (
+                echo is not root
+                and (echo.sign, echo.node) not in seen
+                and len(lines) < EVIDENCE_LINES
+                and echo.evidence
+            ):
                 seen.add((echo.sign, echo.node))
                 lines.append(echo.evidence[0])
         lines.sort(key=lambda line: (line.time_seconds is None, line.time_seconds or 0.0))

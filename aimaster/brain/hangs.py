@@ -32,6 +32,7 @@ def explain_stall(picture: Picture) -> Stall | None:
     return (
         _mismatch(echoes)
         or _behind(echoes)
+        or _did_not_wait(echoes)
         or _lost_peer(picture, echoes)
         or _silent_node(picture, echoes)
         or _never_came(picture, echoes)
@@ -95,6 +96,27 @@ def _behind(echoes: list[Finding]) -> Stall | None:
             numbers[rank] = (int(text), echo)
     found = [stall for numbers in groups.values() if (stall := _last_of(numbers)) is not None]
     return found[0] if found else None
+
+
+def _did_not_wait(echoes: list[Finding]) -> Stall | None:
+    """All ranks but one timed out in the same collective; that one only heard of it from them."""
+    waits = {echo.subject.rank: echo for echo in _timeouts(echoes) if echo.subject.rank is not None}
+    heard = {
+        echo.subject.rank: echo for echo in echoes if echo.sign == "torch.dump-signal" and echo.subject.rank is not None
+    }
+    others = sorted({rank for echo in echoes if (rank := echo.subject.rank) is not None} - set(waits))
+    if len(others) != 1 or others[0] not in heard or len({echo.details["seq"] for echo in waits.values()}) != 1:
+        return None
+    if len(waits) < 2:
+        return None
+    echo = heard[others[0]]
+    return Stall(
+        category="hang.straggler",
+        subject=echo.subject,
+        confidence=0.6,
+        why=f"all ranks but {others[0]} timed out in the same collective",
+        evidence=(next(iter(waits.values())).evidence[0], echo.evidence[0]),
+    )
 
 
 def _last_of(numbers: dict[int, tuple[int, Finding]]) -> Stall | None:

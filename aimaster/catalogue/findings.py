@@ -179,7 +179,7 @@ class _OneLog:
             named = self.names.ray_node(groups["node_id"]) or (None if hit.sign.role == "accusation" else said_by)
         elif hit.sign.role == "accusation" and hit.sign.source not in _OWN_ACCUSATIONS:
             named = None  # the accused is a rank, or unknown; never the accuser
-        elif context.node and not hit.speaker.host:
+        elif context.node and not hit.speaker.host and not (self.scan.node and hit.sign.source == "kubernetes"):
             named = self.names.resolve(context.node)
         else:
             named = None if hit.sign.where == "central" else said_by

@@ -125,3 +125,87 @@ def test_a_window_without_a_word_tells_nothing(read):
     report, code = read({"n1/t.log": FAILED}, since=1.0, until=2.0)
     assert code == 3
     assert "nothing in the window" in report.verdict.summary
+
+
+RESET = "2026-11-29 10:01:31 [rank0]: RuntimeError: [/g/gloo/transport/tcp/pair.cc:525] Read error [10.0.0.2]:1234: Connection reset by peer\n"
+
+
+def test_who_complains_of_a_peer_is_not_to_blame(read):
+    """A lost connection alone names nobody; a node whose log ends with Killed is named."""
+    verdict = read({"n1/t.log": STEPS + RESET, "n2/t.log": STEPS})[0].verdict
+    assert (verdict.category, verdict.culprit.node) == ("unknown", None)
+    verdict = read({"n2/t.log": STEPS + "2026-11-29 10:01:30 Killed\n"})[0].verdict
+    assert (verdict.category, verdict.culprit.node) == ("process.killed", "n2")
+
+
+REPORT = """torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+Failures:
+[1]:
+  time      : 2026-11-29_10:00:00
+  host      : host1
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 11)
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-29_10:00:00
+  host      : host2
+  rank      : 9 (local_rank: 1)
+  exitcode  : 7 (pid: 12)
+============================================================
+"""
+
+
+def test_the_first_failure_of_a_launchers_report_is_named(read):
+    """An ordinary exit code tells no cause, but the report tells who it was."""
+    report, code = read({"log": REPORT})
+    culprit = report.verdict.culprit
+    assert (culprit.node, culprit.rank, culprit.pid, code) == ("host2", 9, 12, 3)
+
+
+def test_an_interrupt_from_the_keyboard_is_somebodys_wish(read):
+    """It asks for no more time, and its line is shown once."""
+    verdict = read({"log": "step 5\n^C" + traceback_of("KeyboardInterrupt")})[0].verdict
+    assert (verdict.fault_of, verdict.action, len(verdict.evidence)) == ("user_code", "stop_job", 1)
+    assert "more time" not in verdict.advice
+
+
+def test_the_rank_that_waited_for_nobody_is_the_one_that_never_came(read):
+    """All others timed out in the same collective, and it only heard of that."""
+    wait = (
+        "[rank{0}]:[E1129 10:10:00.003 ProcessGroupNCCL.cpp:629] [Rank {0}] Watchdog caught collective operation timeout: "
+        "WorkNCCL(SeqNum=52, OpType=ALLREDUCE, NumelIn=1024, NumelOut=1024, Timeout(ms)=600000) ran for 600029 milliseconds\n"
+    )
+    heard = (
+        "[rank3]:[E1129 10:10:01.033 ProcessGroupNCCL.cpp:1785] [PG ID 0 PG GUID 0(default_pg) Rank 3] "
+        "Observed flight recorder dump signal from another rank via TCPStore.\n"
+    )
+    logs = {
+        "n0/t.log": "".join(wait.format(rank) for rank in range(3)),
+        "n1/t.log": "2026-11-29 09:59:00 step 51\n" + heard,
+    }
+    verdict = read(logs)[0].verdict
+    assert (verdict.category, verdict.culprit.node, verdict.culprit.rank) == ("hang.straggler", "n1", 3)
+
+
+def test_a_cluster_names_pod_and_node(read):
+    """`describe` names the node, an eviction its pod; an old pod that is stopped is no failure."""
+    described = (
+        "Name:         w-2\nNode:         gpu-node-7/10.0.0.7\n      Reason:       OOMKilled\n      Exit Code:    137\n"
+    )
+    assert read({"describe.txt": described})[0].verdict.culprit.node == "gpu-node-7"
+    evicted = (
+        "2m  Warning  Evicted  pod/w-3  The node was low on resource: ephemeral-storage. Threshold quantity: 10Gi.\n"
+    )
+    assert read({"describe.txt": evicted})[0].verdict.culprit.node == "w-3"
+    assert read({"describe.txt": "1s  Normal  Killing  pod/old-1  Stopping container main\n"})[1] == 0
+
+
+def test_the_launcher_tells_where_a_task_without_a_rank_ran(read):
+    """Only tasks of one node ended badly: what was said in their log was said there."""
+    log = (
+        traceback_of("RuntimeError: No CUDA GPUs are available")
+        + "srun: error: node17: task 0: Exited with exit code 1\n"
+    )
+    assert read({"slurm.out": log})[0].verdict.culprit.node == "node17"
