@@ -37,6 +37,8 @@ NOTICE_SECONDS: Final = 900.0
 """So long after its announcement an end may come; steps made in between do not take it back."""
 STICKY: Final = frozenset({"gpu.slowdown", "gpu.row_remap_failure", "gpu.lost", "gpu.silent_corruption"})
 """They do not go away because training goes on."""
+BYGONE_SECONDS: Final = 7200.0
+"""Steps of other nodes so long after it were made without the node, or after it was mended."""
 OUTLIVED_BY_NO_STEP: Final = frozenset({"gpu.lost", "gpu.ecc", "gpu.fabric", "node.kernel_fault"})
 """A node of which one is true makes no more steps: steps a while later are those of a node that was mended before."""
 
@@ -114,12 +116,13 @@ class _Case:
     def _node_went_on(self, finding: Finding) -> bool:
         """The same node's steps after it: a lost GPU would have ended them, and whoever was killed for memory was none of the job."""
         node, at = finding.subject.node, finding.last_seconds or finding.time_seconds
-        last = self.picture.last_progress_seconds(node) if node is not None else None
+        own = self.picture.last_progress_seconds(node) if node is not None else None
+        last = own or self.picture.last_progress_seconds()
         if at is None or last is None or finding.role != "self":
             return False
         if finding.category.startswith("node.oom") and is_foreign(finding, self.picture):
-            return last > at + GRACE_SECONDS
-        return finding.category in OUTLIVED_BY_NO_STEP and last - at >= OUTLIVED_SECONDS
+            return own is not None and own > at + GRACE_SECONDS
+        return finding.category in OUTLIVED_BY_NO_STEP and last - at >= (OUTLIVED_SECONDS if own else BYGONE_SECONDS)
 
     def _timed_suspects(self, finding: Finding) -> bool:
         """Whether anything else, with a time, was not survived."""

@@ -71,6 +71,12 @@ def test_an_old_hardware_error_is_not_the_reason(read, when):
     assert read({"n1/t.log": STEPS})[1] == 0
 
 
+def test_an_old_hardware_error_of_a_node_without_steps_is_not_the_reason(read):
+    """The job stepped on for days after it."""
+    verdict = read({"n1/t.log": FAILED, "n3/kern.log": f"Nov 22 10:00:20 {LOST}"})[0].verdict
+    assert (verdict.category, verdict.culprit.node) == ("app.exception", "n1")
+
+
 def test_a_hardware_error_of_the_time_of_the_failure_stays_the_reason(read):
     """Steps shortly after it may have been flushed late."""
     verdict = read({"n1/t.log": FAILED, "n3/kern.log": f"Nov 29 10:01:15 {LOST}", "n3/t.log": STEPS})[0].verdict
