@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -21,7 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from easyckpt import agreement, gate, shm, snapshot, sources
+from easyckpt import agreement, arguments, gate, shm, snapshot, sources
 from easyckpt.agreement import Agreement
 from easyckpt.copier import Copier
 from easyckpt.errors import EasyckptError, NotReady, Refused, SaveFailed
@@ -36,7 +35,7 @@ from easyckpt.shardserver import Peer
 from easyckpt.shardwire import Bandwidth
 from easyckpt.sidecar import Settings, ranks_here
 from easyckpt.sources import Candidate
-from easyckpt.storage import open_storage
+from easyckpt.storage import open_shared
 from easyckpt.writeprotect import Shield
 
 WAIT_SECONDS = 600.0
@@ -97,9 +96,12 @@ class Checkpointer:
         all copies together under a cap where one is given. `flush_every`: every so many saves, None (only at the end), or "auto":
         as often as step and flush times advise.
         """
-        _check_arguments(member, role, rank, ranks, slots, keep, flush_every)
+        arguments.check(
+            member=member, role=role, rank=rank, ranks=ranks, slots=slots, keep=keep, keep_every=keep_every,
+            flush_every=flush_every, mode=mode,
+        )  # fmt: skip
         self.member, self.role, self.rank, self.ranks = member, role, rank, ranks
-        self._storage = open_storage(storage) if storage is not None else None
+        self._storage = open_shared(storage) if storage is not None else None
         self.folder = shm.open_folder(
             Path(folder) if folder is not None else shm.default_folder(storage or f"{role}:{member}")
         )
@@ -110,16 +112,20 @@ class Checkpointer:
         self._on_sealed = on_sealed
         self.events = Events(on_event)
         self._pid = os.getpid()
-        self._writer = shm.claim_writer(self.folder, f"{member}.r{rank}")
         self._changed = threading.Condition()
         self._history = History()
         self._pace = Pace(time.monotonic())
-        self._saver = self._make_saver(slots, mode)
-        self._copier = Copier(peers, copies=copies, events=self.events, bandwidth=cap) if copies else None
-        # One flusher for all ranks of a node; under an agent there is none here.
-        flushes_here, here = ranks_here(rank, ranks)
-        flushes = storage if on_sealed is None and flushes_here else None
-        self._flusher = self._make_flusher(flushes, keep, keep_every, here) if flushes is not None else None
+        self._writer = shm.claim_writer(self.folder, f"{member}.r{rank}")
+        with contextlib.ExitStack() as given_up:
+            given_up.callback(shm.unpin, self._writer)
+            # One flusher for all ranks of a node; under an agent there is none here.
+            flushes_here, here = ranks_here(rank, ranks)
+            flushes = storage if on_sealed is None and flushes_here else None
+            self._flusher = self._make_flusher(flushes, keep, keep_every, here) if flushes is not None else None
+            self._saver = self._make_saver(slots, mode)
+            given_up.callback(self._saver.close, CLOSE_SECONDS)
+            self._copier = Copier(peers, copies=copies, events=self.events, bandwidth=cap) if copies else None
+            given_up.pop_all()
         gate.watch(self)
         atexit.register(self.close)
 
@@ -141,6 +147,8 @@ class Checkpointer:
         with the path of a value that cannot be saved, NoRoom, or SaveFailed for an earlier failure (this save was still made).
         """
         self._must_be_open()
+        step, epoch = arguments.count("step", step), arguments.count("epoch", epoch)
+        lineage = arguments.count("lineage", lineage) if lineage is not None else None
         started = time.monotonic()
         self._saver.settle(WAIT_SECONDS)
         captured = snapshot.capture(state, self._captured)
@@ -231,13 +239,13 @@ class Checkpointer:
         at: Version | None = None,
         member: str | None = None,
         strict: bool = True,
-        only: Collection[str] | None = None,
+        only: str | Collection[str] | None = None,
     ) -> Restored | None:
         """Fills `state` in place from the newest whole snapshot (or from version `at`), nearest tier first; None when there is none.
 
         Every tensor is proven by its digest. A damaged copy is said, counted and left for the next tier, then for an older version. If none
         is good, Corrupt is raised and the state must not be used. A snapshot that does not fit raises Mismatch; nothing was changed then.
-        `only` names the paths (or their beginnings) to fill. The ranks of a process group agree on the version.
+        `only` names the paths (or their beginnings) to fill; one that the snapshot has not is a Mismatch. The ranks of a process group agree on the version.
         """
         self._must_be_open()
         self._saver.settle(WAIT_SECONDS)
@@ -386,12 +394,3 @@ class Checkpointer:
             raise EasyckptError(
                 f"this checkpointer is that of process {self._pid}, which was forked: make one here, as another member"
             )
-
-
-def _check_arguments(
-    member: str, role: str, rank: int, ranks: int, slots: int, keep: int, flush_every: int | str | None
-) -> None:
-    if re.fullmatch(r"[A-Za-z0-9_-]+", member) is None or re.fullmatch(r"[A-Za-z0-9_-]+", role) is None:
-        raise ValueError(f"member {member!r} and role {role!r} may have letters, digits, '_' and '-' only")
-    if not 0 <= rank < ranks or slots < 1 or keep < 1 or (isinstance(flush_every, int) and flush_every < 1):
-        raise ValueError(f"rank {rank} of {ranks}, slots {slots}, keep {keep}, flush_every {flush_every}: out of range")

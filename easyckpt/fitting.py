@@ -240,10 +240,21 @@ def _load(owner: Any, state: Any, path: tree.Path) -> None:
         ) from error
 
 
-def fill(shards: Sequence[OpenShard], state: Any, *, strict: bool = True, only: Collection[str] | None = None) -> int:
+def fill(
+    shards: Sequence[OpenShard], state: Any, *, strict: bool = True, only: str | Collection[str] | None = None
+) -> int:
     """Fills `state` from its rank's shard, or from all shards. The tensor bytes that were read. Raises Mismatch, Corrupt, Torn."""
+    document = tree.merge([shard.header.extra for shard in shards])
+    if only is not None:
+        only = (only,) if isinstance(only, str) else only
+        missing = sorted(path for path in only if not _leads_somewhere(document, path))
+        if missing or not only:
+            raise Mismatch(
+                f"only= names what the snapshot has not: {missing[:_NAMED] if missing else 'nothing at all'}; nothing was changed."
+                " `easyckpt show` lists the paths"
+            )
     plan = Plan(shards, strict=strict, only=only)
-    plan.of(state, tree.merge([shard.header.extra for shard in shards]))
+    plan.of(state, document)
     read_bytes = reader.read_all(plan.fills)
     plan.finish()
     return read_bytes
@@ -271,6 +282,20 @@ def _items(document: Any) -> dict[Any, Any] | None:
         if key.startswith("$"):
             return None
     return document
+
+
+def _leads_somewhere(document: Any, path: str) -> bool:
+    """Whether the snapshot has something at a path."""
+    for name in path.split("/"):
+        items = _items(document)
+        if items is None:
+            listed = document.get("$tuple") if isinstance(document, dict) else document
+            items = dict(enumerate(listed)) if isinstance(listed, list) else {}
+        inside = {tree.part(key): item for key, item in items.items()}
+        if name not in inside:
+            return False
+        document = inside[name]
+    return True
 
 
 def _no_tensor(name: str) -> Any:

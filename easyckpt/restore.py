@@ -88,7 +88,7 @@ class Restorer:
         at: Version | None = None,
         member: str | None = None,
         strict: bool = True,
-        only: Collection[str] | None = None,
+        only: str | Collection[str] | None = None,
     ) -> Restored | None:
         rank = self._rank if self._agreement.spans_nodes else None
         found = sources.find(
@@ -100,7 +100,7 @@ class Restorer:
             rank=rank,
             ranks=self._ranks,
             peers=self._peers,
-            refused=lambda text: self._events.emit(Event(kind="tier_refused", tier="peer", text=text)),
+            refused=lambda tier, text: self._events.emit(Event(kind="tier_refused", tier=tier, text=text)),
         )
         candidates = [one for one in found if at is None or one.version == tuple(at)]
         tried: set[Version] = set()
@@ -126,7 +126,7 @@ class Restorer:
         return None
 
     def _try(
-        self, candidates: Sequence[Candidate], state: Any, strict: bool, only: Collection[str] | None
+        self, candidates: Sequence[Candidate], state: Any, strict: bool, only: str | Collection[str] | None
     ) -> tuple[Restored | None, Mismatch | None]:
         misfit: Mismatch | None = None
         for candidate in candidates:
@@ -139,6 +139,9 @@ class Restorer:
                 if restored is not None:
                     return restored, None
                 break  # it fits and every copy was damaged: all shards together would be no better
+            else:
+                if misfit is not None and candidate.member == self._member:
+                    break  # whole and another state than this one: another member's would fill it with values that are not its own
         return None, misfit
 
     def _ways(self, candidate: Candidate) -> list[list[list[Source]]]:
@@ -155,7 +158,7 @@ class Restorer:
         tiers: Sequence[Sequence[Source]],
         state: Any,
         strict: bool,
-        only: Collection[str] | None,
+        only: str | Collection[str] | None,
     ) -> Restored | None:
         """Each shard from its nearest tier; one that was bad there, and only that one, from its next. None when one has no other left."""
         at = [0] * len(tiers)
@@ -179,7 +182,7 @@ class Restorer:
         chosen: Sequence[Source],
         state: Any,
         strict: bool,
-        only: Collection[str] | None,
+        only: str | Collection[str] | None,
         watched: list[_Watched],
     ) -> Restored:
         started = time.monotonic()

@@ -10,6 +10,7 @@ not sealed, and that tensor is copied at once from then on.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -32,6 +33,7 @@ from easyckpt.snapshot import Capture, Copy, Leaf
 from easyckpt.writeprotect import Shield
 
 PROVED_SAVES = 2
+LOOK_SECONDS = 0.5
 
 
 class Job(msgspec.Struct, kw_only=True):
@@ -110,6 +112,7 @@ class Saver:
 
     def prepare_later(self, header: SegmentHeader) -> None:
         """The same on the saving thread; a save meanwhile waits for it."""
+        self._must_work()
         self._idle.clear()
         self._jobs.put(header)
 
@@ -138,6 +141,7 @@ class Saver:
         return slot
 
     def begin(self, header: SegmentHeader, slot: Slot, captured: Capture, started: float) -> None:
+        self._must_work()
         now, later, kept = self._split(captured, slot)
         guarded = self._shield.take(slot, now + later) if self._shield is not None else []
         if self._shield is not None:
@@ -201,16 +205,29 @@ class Saver:
         job = self._job
         if job is not None:
             job.copy.hurry = True
-        if not self._idle.wait(timeout_seconds):
+        give_up_at = time.monotonic() + timeout_seconds
+        while not self._idle.wait(max(0.0, min(LOOK_SECONDS, give_up_at - time.monotonic()))):
+            self._must_work()
+            if time.monotonic() < give_up_at:
+                continue
             raise NotReady(f"the save before is not sealed after {timeout_seconds:.0f} s")
 
     def close(self, timeout_seconds: float) -> None:
-        self._jobs.put(None, timeout=timeout_seconds)
+        with contextlib.suppress(queue.Full):  # a thread that does not take its job does not end either
+            self._jobs.put(None, timeout=timeout_seconds if self._thread.is_alive() else 0)
         self._thread.join(timeout_seconds)
         if self._shield is not None:
             self._shield.close()
         for slot in self._slots:
+            if not self._thread.is_alive():
+                slot.discard()
             slot.close()
+
+    def _must_work(self) -> None:
+        if not self._thread.is_alive():
+            raise SaveFailed(
+                "the saving thread has ended: nothing is saved any more. Close this checkpointer and make a new one"
+            )
 
     def _room_for(self, header: SegmentHeader) -> int:
         """As `layout.room_for`, measured anew only when the tensors differ or the rest has grown by much."""
@@ -282,8 +299,10 @@ class Saver:
                     self._job = None
                 self.prepare(header)
             except BaseException as error:  # noqa: BLE001 - whatever it was, the trainer hears of it on its next call
-                self._tell("save_failed", header.version, text=str(error))
                 self._on_failed(error)
+                # The failure is kept by now: one in telling it must not end the thread, which later saves wait for.
+                with contextlib.suppress(Exception):
+                    self._tell("save_failed", header.version, text=str(error))
             finally:
                 if isinstance(job, Job):
                     job.copied.set()

@@ -79,7 +79,9 @@ def read_header(path: str | os.PathLike[str]) -> SegmentHeader:
 
 def read_segment(path: Path) -> Segment:
     """One sealed segment with its length. Raises BadSegment or FileNotFoundError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    fd = os.open(
+        path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    )  # a pipe under that name holds nobody up
     try:
         return segment_of(fd, path)
     finally:
@@ -307,7 +309,7 @@ def slot_states(folder: Path, member: str, *, peer: bool = False) -> dict[int, l
 def peek(path: Path) -> Version | None:
     """(lineage, step) of a sealed segment, unproven."""
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", buffering=0) as file:
             return layout.peek(file.read(layout.PEEK_BYTES))
     except OSError:
         return None
@@ -381,14 +383,15 @@ def reclaim(folder: str | os.PathLike[str], *, keep_sealed: bool = True) -> list
 def claim_writer(folder: Path, stem: str, *, wait_seconds: float = 5.0) -> Path:
     """Says that this process writes the segments of `stem` (MEMBER.rRANK, with ".peer" for copies), for as long as it lives.
 
-    A predecessor that is just being killed is waited for. Raises Pinned while another process writes them.
+    A predecessor that is just being killed is waited for. Raises Pinned while another process, or another engine of this one, writes them.
     """
     give_up_at = time.monotonic() + wait_seconds
-    while (other := living_writer(folder, stem)) not in (None, os.getpid()):
-        if time.monotonic() > give_up_at:
-            raise Pinned(
-                f"process {other} writes {stem} in {folder}: end it, or give this one another member or folder"
+    while (other := living_writer(folder, stem)) is not None:
+        if other == os.getpid() or time.monotonic() > give_up_at:
+            who, mend = (
+                ("another engine of this process", "close") if other == os.getpid() else (f"process {other}", "end")
             )
+            raise Pinned(f"{who} writes {stem} in {folder}: {mend} it, or give this one another member or folder")
         time.sleep(0.02)
     mark = folder / f"{stem}.writer.{os.getpid()}.{start_time(os.getpid())}"
     os.close(os.open(mark, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))

@@ -127,6 +127,11 @@ class Slot:
         self.version = header.version
         self.written = {entry.name: entry for entry in header.tensors}
 
+    def discard(self) -> None:
+        """Removes a file that is open here and holds no snapshot: memory taken in advance, or a write that was given up."""
+        if self._fd >= 0 and not self.is_lost() and os.pread(self._fd, 8, 0) in (b"", layout.UNSEALED):
+            self.path.unlink(missing_ok=True)
+
     def close(self) -> None:
         """Lets go of the file, which stays."""
         if self._memory is not None:

@@ -20,10 +20,12 @@ from easyckpt.layout import Rewind, SegmentHeader, Version, is_dead
 from easyckpt.manifest import Manifest, Shard
 from easyckpt.shardserver import Peer
 from easyckpt.shm import Segment
-from easyckpt.storage import Reader, Storage, list_manifests, shard_header
+from easyckpt.storage import Reader, Storage, read_manifests, shard_header
 
 Tier = Literal["shm", "peer", "storage"]
 TIERS: tuple[Tier, ...] = ("shm", "peer", "storage")
+Refused = Callable[[Tier, str], None]
+"""Hears of what is there and cannot be used: in which tier, and why."""
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,15 +119,15 @@ def find(
     rank: int | None = None,
     ranks: int = 1,
     peers: Sequence[Peer] = (),
-    refused: Callable[[str], None] | None = None,
+    refused: Refused | None = None,
 ) -> list[Candidate]:
     """Whole candidates, newest first; of one version the own member first, then the nearest tier.
 
-    Peers that do not answer are left out and told to `refused`. With `rank`, one of `ranks` that agree among themselves, a candidate that has this rank's shard will do as well.
+    Peers that do not answer and manifests that are damaged are left out and told to `refused`. With `rank`, one of `ranks` that agree among themselves, a candidate that has this rank's shard will do as well.
     """
     held: dict[tuple[Version, str, str], list[tuple[SegmentHeader | Manifest, Source]]] = {}
     rewinds: dict[str, set[Rewind]] = {}
-    for header, source in (*_every(folder, storage, role), *_from_peers(peers, role, refused)):
+    for header, source in (*_every(folder, storage, role, refused), *_from_peers(peers, role, refused)):
         rewinds.setdefault(header.role, set()).update(header.rewinds)
         if member is None or header.member == member:
             held.setdefault((header.version, header.role, header.member), []).append((header, source))
@@ -165,18 +167,24 @@ def open_source(source: Source, storage: Storage | None, held: Holder | None = N
 
 
 def _every(
-    folder: Path | None, storage: Storage | None, role: str | None
+    folder: Path | None, storage: Storage | None, role: str | None, refused: Refused | None
 ) -> Iterator[tuple[SegmentHeader | Manifest, Source]]:
     for segment in shm.scan(folder) if folder is not None else []:
         if role is None or segment.header.role == role:
             yield segment.header, Source(tier=segment.tier, rank=segment.header.rank, segment=segment)
-    for record in list_manifests(storage, role) if storage is not None else []:
+    records = []
+    for name, read in read_manifests(storage) if storage is not None else ():
+        if isinstance(read, Manifest) and role in (None, read.role):
+            records.append(read)
+        elif isinstance(read, EasyckptError) and refused is not None and role in (None, name.partition("/")[0]):
+            refused("storage", str(read))
+    for record in sorted(records, key=lambda one: (one.version, one.epoch), reverse=True):
         for shard in record.shards:
             yield record, Source(tier="storage", rank=shard.rank, record=record, shard=shard)
 
 
 def _from_peers(
-    peers: Sequence[Peer], role: str | None, refused: Callable[[str], None] | None
+    peers: Sequence[Peer], role: str | None, refused: Refused | None
 ) -> Iterator[tuple[SegmentHeader, Source]]:
     for peer in peers:
         try:
@@ -187,7 +195,7 @@ def _from_peers(
                         yield header, Source(tier="peer", rank=header.rank, peer=peer, remote_header=header, name=name)
         except (OSError, EasyckptError) as error:
             if refused is not None:
-                refused(f"the peer at {peer.address[0]}:{peer.address[1]} does not answer: {error}")
+                refused("peer", f"the peer at {peer.address[0]}:{peer.address[1]} does not answer: {error}")
 
 
 def _candidate(shards: list[tuple[SegmentHeader | Manifest, Source]]) -> Candidate:

@@ -22,6 +22,7 @@ from easyckpt.layout import PAGE_BYTES, SegmentHeader
 from easyckpt.manifest import FILE_NAME, Manifest, Shard
 
 PART_SUFFIX = ".part"
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe under the name of a file holds nobody up
 
 
 class Reader(Protocol):
@@ -81,6 +82,16 @@ def open_storage(where: str | os.PathLike[str] | Storage) -> Storage:
             return UrlStorage(text)
         return FolderStorage(Path(text.removeprefix("file://")))
     return where
+
+
+def open_shared(where: str | os.PathLike[str] | Storage) -> Storage:
+    """One that other processes see as well: helpers and agents flush to it. Raises EasyckptError for one that lives in this process only."""
+    storage = open_storage(where)
+    if getattr(storage, "is_private", False):
+        raise EasyckptError(
+            f"storage {where!r} lives in this process's memory: what a helper flushes there is lost. Name a folder or an object store"
+        )
+    return storage
 
 
 class Files:
@@ -156,7 +167,7 @@ class FolderStorage:
 
     def read_manifest(self, folder: str) -> bytes | None:
         try:
-            return (self.root / folder / FILE_NAME).read_bytes()
+            return self.read_small(folder, FILE_NAME)
         except (FileNotFoundError, NotADirectoryError):
             return None
 
@@ -197,7 +208,10 @@ class FolderStorage:
             return True
 
     def read_small(self, folder: str, name: str) -> bytes:
-        return (self.root / folder / name).read_bytes()
+        path = self.root / folder / name
+        if path.exists() and not path.is_file():
+            return b""  # a folder or a pipe under that name says nothing, and so is damaged
+        return path.read_bytes()
 
     def remove(self, folder: str, names: Iterable[str]) -> None:
         for name in names:
@@ -287,7 +301,7 @@ class FileReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = os.open(path, _READ)
         self.nbytes = os.fstat(self._fd).st_size
 
     def read_into(self, target: memoryview, at: int) -> None:

@@ -32,6 +32,14 @@ class UrlStorage:
             raise EasyckptError(f"storage {url!r} cannot be opened: {error}") from error
         self._url = url
 
+    @property
+    def is_private(self) -> bool:
+        """Whether this process alone sees what is written: fsspec's memory, also behind a cache or a folder of it."""
+        fs = self._fs
+        while (inner := getattr(fs, "fs", None)) is not None and inner is not fs:
+            fs = inner
+        return "memory" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
+
     def write_shard(self, folder: str, name: str, pieces: Iterable[memoryview]) -> None:
         with self._told(f"{folder}/{name}"):
             self._fs.makedirs(f"{self._root}/{folder}", exist_ok=True)

@@ -1,0 +1,203 @@
+"""What a caller can get wrong, and what the engine then says at once instead of losing a step in silence."""
+
+import contextlib
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from easyckpt import Checkpointer
+from easyckpt.errors import EasyckptError, Mismatch, Pinned, SaveFailed
+
+
+@pytest.fixture
+def engine(folder):
+    made = []
+
+    def make(storage=None, **fields):
+        made.append(Checkpointer(storage, **{"folder": folder, "mode": "copy", **fields}))
+        return made[-1]
+
+    yield make
+    for one in made:
+        with contextlib.suppress(SaveFailed):
+            one.close()
+
+
+@pytest.mark.parametrize("step", [np.int64(5), torch.tensor(5), np.array(5)], ids=["numpy", "tensor", "array"])
+def test_whatever_is_a_whole_number_is_a_step(engine, step):
+    """Steps come out of numpy and tensors as well: the snapshot carries the plain number."""
+    checkpointer = engine()
+    assert checkpointer.save(step, {"a": 1})
+    checkpointer.wait(10)
+    restored, _ = checkpointer.load()
+    assert (type(restored.step), restored.step) == (int, 5)
+
+
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [(1.5, TypeError), ("7", TypeError), (True, TypeError), (torch.tensor(1.0), TypeError), (None, TypeError),
+     (torch.tensor([1, 2]), TypeError), (-1, ValueError), (1 << 63, ValueError)],
+    ids=repr,
+)  # fmt: skip
+def test_a_step_that_is_no_count_is_refused_at_once_and_the_engine_goes_on(engine, step, error):
+    """The refusal names the step, nothing of it reaches the saving thread, and the next save is as good as ever."""
+    checkpointer = engine()
+    with pytest.raises(error, match="step"):
+        checkpointer.save(step, {"a": 1})
+    assert checkpointer.save(9, {"a": 2})
+    checkpointer.wait(10)
+    assert checkpointer.newest.step == 9
+
+
+def test_a_failure_that_cannot_be_told_as_an_event_still_fails_the_save(engine):
+    """A listener that raises on the saving thread ends neither the thread nor in silence: the next call raises, the one after saves."""
+
+    def listener(event):
+        if event.kind in ("save_sealed", "save_failed"):
+            raise ValueError("the listener is broken")
+
+    checkpointer = engine(on_event=listener)
+    checkpointer.save(1, {"a": 1})
+    with pytest.raises(SaveFailed, match="the listener is broken"):
+        checkpointer.wait(10)
+    checkpointer.save(2, {"a": 1})
+    with pytest.raises(SaveFailed):
+        checkpointer.wait(10)
+
+
+def test_nothing_waits_for_a_saving_thread_that_has_ended(engine):
+    """Were it to end against all care, each call says so at once and close returns."""
+    checkpointer = engine()
+    checkpointer._saver._jobs.put(None)
+    checkpointer._saver._thread.join(10)
+    done = threading.Event()
+
+    def use():
+        with pytest.raises(SaveFailed, match="saving thread has ended"):
+            checkpointer.save(1, {"a": 1})
+        checkpointer.close()
+        done.set()
+
+    threading.Thread(target=use, daemon=True).start()
+    assert done.wait(30)
+
+
+def test_a_clean_end_leaves_no_memory_that_holds_no_snapshot(engine, folder, tmp_path):
+    """What was taken in advance after a restore goes at the end; a sealed snapshot that is not on storage stays."""
+    first = engine(tmp_path / "ckpts")
+    first.save(1, {"w": torch.ones(1 << 16)})
+    first.close()
+    second = engine(tmp_path / "ckpts")
+    assert second.restore({"w": torch.zeros(1 << 16)}).step == 1
+    second._saver.settle(30)
+    assert list(folder.glob("*.safetensors"))
+    second.close()
+    assert not list(folder.glob("*.safetensors"))
+    third = engine()
+    third.save(2, {"w": torch.ones(1 << 16)})
+    third.close()
+    assert [path.name for path in folder.glob("*.safetensors")] == ["trainer-0.r0.s0.safetensors"]
+
+
+def test_another_member_serves_only_where_the_own_snapshot_is_missing_or_damaged(engine):
+    """A misfit of the own snapshot is raised: filling the state with another member's values would hide it."""
+    a, b = engine(member="a"), engine(member="b")
+    a.save(1, {"w": torch.full((2,), 9.0)})
+    b.save(1, {"w": torch.full((3,), 5.0)})
+    a.wait()
+    b.wait()
+    target = {"w": torch.zeros(2)}
+    with pytest.raises(Mismatch, match="'w'"):
+        b.restore(target)
+    assert target["w"].tolist() == [0, 0]
+    c = engine(member="c")
+    assert c.restore(target).member == "a"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"mode": "x"}, {"keep_every": 0}, {"keep_every": -2}, {"flush_every": "fast"}, {"flush_every": 0}, {"slots": 0},
+     {"keep": 0}, {"rank": 1}, {"member": "../x"}, {"role": "a b"}],
+    ids=repr,
+)  # fmt: skip
+def test_an_argument_out_of_range_is_named_at_open(engine, wrong):
+    """Nothing is made and nothing is taken for something else."""
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        engine(**wrong)
+
+
+def nested():
+    return {"model": {"a": torch.ones(2), "b/c": torch.ones(2)}, "list": [1, (2, 3)], 7: "x", "step": 3}
+
+
+@pytest.mark.parametrize("only", ["model", "model/a", ["model/b~1c"], ["list/1/0", "7"]], ids=repr)
+def test_a_path_of_only_fills_what_it_leads_to(engine, only):
+    """A text is one path, not its letters; paths are those that are shown."""
+    checkpointer = engine()
+    checkpointer.save(1, nested())
+    target = nested()
+    target["model"]["a"].zero_()
+    assert checkpointer.restore(target, only=only).step == 1
+    assert target["model"]["a"].tolist() == ([1, 1] if "model" in only[:5] else [0, 0])
+
+
+@pytest.mark.parametrize("only", ["mdoel", ["model", "model/x"], ["list/2"], ["step/1"], [], ""], ids=repr)
+def test_a_path_of_only_that_leads_nowhere_is_named(engine, only):
+    """To restore nothing is no success."""
+    checkpointer = engine()
+    checkpointer.save(1, nested())
+    target = nested()
+    target["model"]["a"].zero_()
+    with pytest.raises(Mismatch, match="only="):
+        checkpointer.restore(target, only=only, strict=False)
+    assert target["model"]["a"].tolist() == [0, 0]
+
+
+def garble(path):
+    path.write_bytes(path.read_bytes()[:-9] + b"x" * 9)
+
+
+def replace(make):
+    def act(path):
+        path.unlink()
+        make(path)
+
+    return act
+
+
+@pytest.mark.parametrize("damage", [garble, replace(os.mkfifo), replace(os.mkdir)], ids=["garbled", "pipe", "folder"])
+@pytest.mark.parametrize("name", ["manifest.json", "trainer-0.r0.safetensors"])
+def test_whatever_stands_in_place_of_a_file_is_refused_aloud(engine, tmp_path, damage, name):
+    """A damaged manifest is told like damaged data, and so is what is no file at all; the step before serves."""
+    first = engine(tmp_path / "ckpts")
+    for step in (1, 2):
+        first.save(step, {"w": torch.full((9,), float(step))})
+        first.wait()
+    first.close()
+    damage(tmp_path / "ckpts" / "trainer" / "l000-s000000002-e000" / name)
+    told = []
+    second = engine(tmp_path / "ckpts", on_event=told.append)
+    assert second.restore({"w": torch.zeros(9)}).step == 1
+    assert [(event.tier, "s000000002" in event.text) for event in told if event.kind == "tier_refused"] == [
+        ("storage", True)
+    ]
+
+
+def test_a_storage_that_no_other_process_sees_is_refused(engine):
+    """The helper would flush into its own memory, and all of it would be lost."""
+    for url in ("memory://x", "dir::memory://x", "simplecache::memory://x"):
+        with pytest.raises(EasyckptError, match="memory://x"):
+            engine(url)
+
+
+def test_a_second_engine_of_the_same_rank_waits_for_the_first_ones_end(engine):
+    """Two would overwrite each other's slots, in one process as well as in two."""
+    first = engine()
+    with pytest.raises(Pinned, match="another engine of this process"):
+        engine()
+    engine(member="other")
+    first.close()
+    engine().save(1, {"a": 1})
