@@ -5,6 +5,7 @@ Exit codes: 0 fine, 1 something is damaged or differs, 2 usage. Tables for peopl
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -22,7 +23,23 @@ STEP = click.option("--step", type=int, help="Of this step instead of the newest
 JSON = click.option("--json", "as_json", is_flag=True, help="One JSON document instead of a table.")
 
 
-@click.group(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+class _Group(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            # `| head` has what it wants; click itself would end with the code of a failure.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return None
+
+
+def _tolerance(_ctx: click.Context, _option: click.Parameter, value: float) -> float:
+    if not value >= 0:
+        raise click.BadParameter(f"{value} is no number from 0 on")
+    return value
+
+
+@click.group(cls=_Group, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 def cli() -> None:
     """Look at checkpoints and segments. TARGET is a storage (folder or URL), one checkpoint in it, a segment folder, or a segment file."""
 
@@ -108,7 +125,9 @@ def verify(target: str, step: int | None, *, as_json: bool) -> None:
 @click.argument("b", type=click.Path())
 @click.option("--step-a", type=int, help="Step of A instead of the newest.")
 @click.option("--step-b", type=int, help="Step of B instead of the newest.")
-@click.option("--tolerance", type=float, default=0.0, help="Greatest difference that counts as none.")
+@click.option(
+    "--tolerance", type=float, callback=_tolerance, default=0.0, help="Greatest difference that counts as none."
+)
 @JSON
 def diff(a: str, b: str, step_a: int | None, step_b: int | None, tolerance: float, *, as_json: bool) -> None:
     """Greatest absolute difference of each tensor of two snapshots, whatever ranks saved them. Exit 1 if any differ."""
@@ -162,7 +181,7 @@ def export(target: str, out: Path, kind: str, prefix: str | None, config_from: P
 @click.argument("source", type=click.Path(path_type=Path, exists=True))
 @click.argument("storage", type=click.Path())
 @click.option("--format", "kind", type=click.Choice(["hf", "dcp"]), required=True)
-@click.option("--step", type=int, default=0, help="Step to give it.")
+@click.option("--step", type=click.IntRange(0, (1 << 63) - 1), default=0, help="Step to give it.")
 @click.option("--role", default="trainer")
 @click.option("--member", default="trainer-0")
 def import_(source: Path, storage: str, kind: str, step: int, role: str, member: str) -> None:
@@ -278,7 +297,7 @@ class _told:  # noqa: N801 - reads as a word in a with statement
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         from easyckpt.errors import EasyckptError
 
-        if isinstance(error, EasyckptError | OSError):
+        if isinstance(error, EasyckptError | OSError) and not isinstance(error, BrokenPipeError):
             click.echo(f"easyckpt: {error}", err=True)
             sys.exit(1)
 
@@ -328,3 +347,7 @@ def _when(seconds: float) -> str:
 
 def main() -> None:
     cli.main(prog_name="easyckpt")
+
+
+if __name__ == "__main__":
+    main()

@@ -270,3 +270,28 @@ def test_a_storage_behind_a_url_is_a_target_as_well(storage):
     run("gc", url, "--keep", 1)
     assert [one.step for one in look(url).candidates] == [3]
     fs.store.clear()
+
+
+@pytest.mark.parametrize("tolerance", ["nan", "-1", "-inf"])
+def test_a_tolerance_that_is_none_is_a_usage_error(storage, tolerance):
+    """Not a number compares with nothing: everything would look alike."""
+    assert "from 0 on" in run("diff", storage, storage, "--tolerance", tolerance, code=2).stderr
+
+
+def test_an_import_of_a_step_below_zero_is_a_usage_error(tmp_path):
+    """Nothing is written and nothing is called fine."""
+    run("import", tmp_path, tmp_path / "new", "--format", "hf", "--step", "-4", code=2)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_reader_that_has_enough_is_no_failure_and_the_module_runs_as_well(storage):
+    """`python -m easyckpt.cli show X | head -1` ends fine, whoever closes the pipe first."""
+    shown = subprocess.Popen(
+        [sys.executable, "-m", "easyckpt.cli", "show", str(storage)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    shown.stdout.close()
+    complaint = shown.stderr.read()
+    shown.stderr.close()
+    assert (shown.wait(60), complaint) == (0, b"")
+    told = subprocess.run([sys.executable, "-m", "easyckpt.cli", "--help"], capture_output=True, text=True, check=True)
+    assert "Exit codes" in told.stdout
