@@ -17,6 +17,7 @@ from aimaster.brain import wording
 from aimaster.brain.correlate import GRACE_SECONDS, Picture, correlate
 from aimaster.brain.exits import from_exit
 from aimaster.brain.hangs import Stall, explain_stall
+from aimaster.brain.relations import clearly_before, everywhere, explains_removal, same_fault
 from aimaster.brain.suspects import Ranked, is_foreign, level, rank_suspects, refine
 from aimaster.wire.health import Action, Culprit, Evidence, FaultOf, Finding, RuledOut, Verdict, category
 
@@ -87,7 +88,7 @@ class _Case:
             return suspects
         kept = []
         for one in suspects:
-            why = next((removal for removal in removals if _explains_removal(removal, one)), None)
+            why = next((removal for removal in removals if explains_removal(removal, one)), None)
             if why is None:
                 kept.append(one)
             else:
@@ -145,7 +146,7 @@ class _Case:
         notice = notices[0]
         ranked = self._ranked()
         root = ranked[0].finding if ranked else None
-        if root is not None and _clearly_before(root, notice) and root.weight >= 75 and level(root) <= 3:
+        if root is not None and clearly_before(root, notice) and root.weight >= 75 and level(root) <= 3:
             self._rule_out(notice, f"{wording.what(root.category)} came first")
             return None
         for one in ranked:
@@ -281,7 +282,7 @@ class _Case:
         subject = root.subject
         if root.category in ("hang.unknown", "sched.time_limit", "benign"):
             return Culprit()
-        if level(root) >= 3 and _everywhere(root, self.picture):
+        if level(root) >= 3 and everywhere(root, self.picture):
             return Culprit()
         rank, gpu, pid = subject.rank, subject.gpu, subject.pid
         bus_pid = next(
@@ -299,7 +300,7 @@ class _Case:
                 continue
             if pid is not None and one.subject.pid not in (None, pid):
                 continue
-            if _same_fault(root, one):
+            if same_fault(root, one):
                 rank = rank if rank is not None else one.subject.rank
                 pid = pid or one.subject.pid
                 gpu = gpu or one.subject.gpu
@@ -366,48 +367,6 @@ def _when(finding: Finding) -> tuple[bool, float]:
 def _merge(first: tuple[Evidence, ...], more: tuple[Evidence, ...]) -> tuple[Evidence, ...]:
     known = {(line.file, line.offset) for line in first}
     return first + tuple(line for line in more if (line.file, line.offset) not in known)
-
-
-def _clearly_before(root: Finding, notice: Finding) -> bool:
-    if root.time_seconds is None or notice.time_seconds is None:
-        return False
-    return root.time_seconds < notice.time_seconds - 30.0
-
-
-def _explains_removal(removal: Finding, finding: Finding) -> bool:
-    if finding.category not in ("node.lost", "ray.head_lost", "process.killed"):
-        return False
-    if removal.subject.node not in (None, removal.node, finding.subject.node):
-        return False
-    if finding.role == "follower" and removal.subject.node != finding.subject.node:
-        return False
-    if removal.time_seconds is None or finding.time_seconds is None:
-        return True
-    return removal.time_seconds - 60.0 <= finding.time_seconds <= removal.time_seconds + 900.0
-
-
-def _everywhere(root: Finding, picture: Picture) -> bool:
-    """The same error on several nodes at once: shared code or setting, nobody's fault in particular."""
-    if root.category not in ("app.exception", "app.config", "app.nan"):
-        return False
-    same = [
-        one
-        for one in picture.findings
-        if one.sign == root.sign
-        and one.details.get("exception") == root.details.get("exception")
-        and one.role == "self"
-    ]
-    return len({one.subject.node for one in same if one.subject.node}) > 1
-
-
-def _same_fault(root: Finding, other: Finding) -> bool:
-    """Whether another statement of the same node is likely about the same process."""
-    if (
-        root.category.startswith(("node.disk_full", "net.", "node.kernel", "node.lost", "node.limits"))
-        and other.subject.rank is not None
-    ):
-        return root.category == other.category or level(other) >= 4
-    return True
 
 
 def _confidence(ranked: list[Ranked]) -> float:

@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 
 from aimaster.catalogue.blocks import FlightTable, HangDump, TorchrunReport, Traceback
+from aimaster.catalogue.exceptions import judge_exception
 from aimaster.catalogue.hits import Hit, ProgressMark
 from aimaster.catalogue.kept import Log
 from aimaster.catalogue.lines import DAY, Stamp, complete, read_speaker, read_stamp
@@ -21,23 +22,10 @@ from aimaster.catalogue.xid import APPLICATION_FIRST, XidTable, sxid_is_fatal
 from aimaster.telemetry.scrub import scrub
 from aimaster.wire.health import Action, Evidence, FaultOf, Finding, Role, Severity, Subject
 
-_LOADS_CHECKPOINT = re.compile(
-    r"\bin \w*load\w*(?:state_dict|checkpoint|parameter_state|_ckpt)\w*|load_state_dict|load_checkpoint"
-)
-_SETTINGS = re.compile(
-    r"/(?:config|configs|configuration\w*|config_utils|arguments?|arg_utils|training_args\w*|settings|validators?|hparams)(?:/[^\"]*)?\.py\""
-    r"|/(?:configs?|arguments|settings)/[^\"]*\"|, in (?:__post_init__|validate_\w+|_validate\w*|check_\w*(?:args|config)\w*|parse_args\w*)$"
-)
-"""Files and functions that read and check what the user has set."""
-_REFUSES = re.compile(r"(?:^|\.)(?:ValueError|AssertionError|TypeError|KeyError|NotImplementedError|ValidationError)$")
-_WAITS_ONLY = re.compile(r"(?:^|\.)(?:\w*Timeout\w*|Empty|CancelledError)$")
 _MILD = re.compile(
     r"\"level\": ?\"(?:debug|info|warn(?:ing)?)\"|(?<!NCCL )(?<!=)\b(?:DEBUG|INFO|WARNING)\b|\[W\d{3,4} |^W\d{4} "
 )
 """A program that logs an echo as a warning has caught it: by itself that is no failure."""
-_LAUNCHER = re.compile(
-    r"(?:^|\.)(?:CalledProcessError|SystemExit|KeyboardInterrupt|ProcessRaisedException|ChildFailedError)$"
-)
 _PCI = re.compile(r"^(?:0000)?([0-9a-fA-F]{4}):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})")
 
 _OWN_ACCUSATIONS: Final = frozenset({"kubernetes", "ray"})
@@ -231,7 +219,7 @@ class _OneLog:
         for block in self._tracebacks:
             if not block.exception or block.known:
                 continue
-            role, weight, category = _judge_exception(block)
+            role, weight, category = judge_exception(block)
             speaker = read_speaker(block.opening)
             remote = self._remote_task(block)
             node = self.names.speaker_node(self.scan, speaker.host)
@@ -394,22 +382,6 @@ def _each_rank(finding: Finding) -> list[Finding]:
         msgspec.structs.replace(finding, subject=msgspec.structs.replace(finding.subject, rank=int(rank)))
         for rank in ranks[:MOST_RANKS]
     ]
-
-
-def _judge_exception(block: Traceback) -> tuple[Role, int, str]:
-    if _LAUNCHER.search(block.exception):
-        return "follower", 12, "unknown"
-    if _WAITS_ONLY.search(block.exception):
-        return "self", 30, "app.exception"
-    if _LOADS_CHECKPOINT.search(block.text()) or _checks_settings(block):
-        return "self", 58, "app.config"
-    return "self", 50, "app.exception"
-
-
-def _checks_settings(block: Traceback) -> bool:
-    """Whether code whose work is to check settings raised it: the innermost frame tells."""
-    frames = [line for line in block.text().splitlines() if line.lstrip().startswith('File "')]
-    return bool(frames) and _REFUSES.search(block.exception) is not None and _SETTINGS.search(frames[-1]) is not None
 
 
 def _number(text: str | None) -> int | None:
