@@ -163,8 +163,9 @@ def export(target: str, out: Path, kind: str, prefix: str | None, config_from: P
         raise click.UsageError(f"{out} is there already: name a new place")
     found = _look(target)
     path = prefix if prefix is not None else "model" if kind == "hf" else ""
-    with _told(), _progress(_bytes_below(found, found.one(step), path), "reading") as advance:
-        whole = interchange.load_whole(found, found.one(step), only=[path] if path else None, advance=advance)
+    one = _one(found, step)
+    with _told(), _progress(_bytes_below(found, one, path), "reading") as advance:
+        whole = interchange.load_whole(found, one, only=[path] if path else None, advance=advance)
         state = interchange.subtree(whole, path)
         if kind == "hf":
             interchange.export_huggingface(state, out, config_from=config_from)
@@ -173,8 +174,9 @@ def export(target: str, out: Path, kind: str, prefix: str | None, config_from: P
         else:
             import torch
 
-            torch.save(state, out)
-    click.echo(f"step {found.one(step).step} of {target} is in {out}", err=True)
+            with out.open("xb") as file:
+                torch.save(state, file)
+    click.echo(f"step {one.step} of {target} is in {out}", err=True)
 
 
 @cli.command("import", epilog=EPILOG)
@@ -196,7 +198,12 @@ def import_(source: Path, storage: str, kind: str, step: int, role: str, member:
     with _told(), tempfile.TemporaryDirectory(dir=_beside(storage)) as folder:
         with _progress(sum(file.stat().st_size for file in files), "reading") as advance:
             state = read(source, advance)
-        engine = Checkpointer(storage, folder=folder, role=role, member=member, mode="copy", slots=1, keep=1_000_000)
+        try:
+            engine = Checkpointer(
+                storage, folder=folder, role=role, member=member, mode="copy", slots=1, keep=1_000_000
+            )
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
         engine.save(step, state)
         engine.close()
     click.echo(f"{source} is step {step} of {storage}", err=True)
@@ -239,11 +246,16 @@ def gc(target: str, keep: int, keep_every: int | None, *, sealed: bool) -> None:
 def _look(target: str) -> Target:
     from easyckpt.target import look
 
+    if "://" not in target and not os.path.lexists(target):
+        raise click.UsageError(f"{target} is not there")
     with _told():
         return look(target)
 
 
 def _one(found: Target, step: int | None) -> Candidate:
+    if step is not None and all(one.step != step for one in found.candidates):
+        have = ", ".join(str(one.step) for one in found.candidates[:8])
+        raise click.UsageError(f"no snapshot of step {step} is there" + (f"; there are {have}" if have else ""))
     with _told():
         return found.one(step)
 

@@ -18,6 +18,8 @@ from easyckpt.errors import Unsupported
 
 Path = tuple[str, ...]
 _JSON_INT_LIMIT = 1 << 63
+_DEEPEST = 200
+"""Levels of a state; what goes on below holds itself, or is none."""
 _VERBATIM = frozenset({str, bool, type(None)})
 _PLAIN = frozenset({list, int, float})
 
@@ -38,7 +40,7 @@ def encode(value: Any, leaf: Callable[[str, Any], Any], path: str | None = None)
     """
     kind = type(value)
     if kind in _VERBATIM:
-        return value
+        return _text(value, path) if kind is str else value
     if kind is not dict and kind not in _PLAIN:
         value = leaf(path or "", value)
         if type(value) is TensorAt:
@@ -46,16 +48,18 @@ def encode(value: Any, leaf: Callable[[str, Any], Any], path: str | None = None)
     match value:
         case dict() | Mapping():
             return _encode_mapping(value, leaf, path)
-        case None | bool() | str():
+        case None | bool():
             return value
+        case str():
+            return _text(str(value), path)
         case int():
             return int(value) if -_JSON_INT_LIMIT <= value < _JSON_INT_LIMIT else {"$int": str(value)}
         case float():
             return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
         case list():
-            return [encode(item, leaf, _below(path, str(index))) for index, item in enumerate(value)]
+            return _encode_items(value, leaf, path)
         case tuple() if not hasattr(value, "_fields"):
-            return {"$tuple": [encode(item, leaf, _below(path, str(index))) for index, item in enumerate(value)]}
+            return {"$tuple": _encode_items(value, leaf, path)}
         case bytes():
             return {"$bytes": base64.b64encode(value).decode()}
     raise Unsupported(
@@ -116,9 +120,15 @@ def merge(documents: Sequence[Any]) -> Any:
     return {name: merge([document[name] for document in (first, *dicts) if name in document]) for name in names}
 
 
+def _encode_items(value: Sequence[Any], leaf: Callable[[str, Any], Any], path: str | None) -> list[Any]:
+    _refuse_depth(path)
+    return [encode(item, leaf, _below(path, str(index))) for index, item in enumerate(value)]
+
+
 def _encode_mapping(value: Mapping[Any, Any], leaf: Callable[[str, Any], Any], path: str | None) -> Any:
     items: dict[str, Any] = {}
     """By the part that a key makes in a path: for plain keys, that is the object."""
+    _refuse_depth(path)
     plain = True
     for key, item in value.items():
         if type(key) is str and key[:1] != "$":
@@ -126,7 +136,7 @@ def _encode_mapping(value: Mapping[Any, Any], leaf: Callable[[str, Any], Any], p
             plain = plain and name is key
         else:
             name, plain = part(key), False
-        if name in items:
+        if _text(name, path) in items:
             raise Unsupported(f"state[{path or ''!r}] has two keys that read {name!r}; nothing was saved. Rename one")
         items[name] = encode(item, leaf, name if path is None else f"{path}/{name}")
     if plain:
@@ -139,6 +149,25 @@ def _encode_mapping(value: Mapping[Any, Any], leaf: Callable[[str, Any], Any], p
                 f"state[{path or ''!r}] has a key of {type(key)}, which a snapshot cannot hold; use text or a number"
             )
     return {"$dict": [[encode(key, _as_is), item] for key, item in zip(value, items.values(), strict=True)]}
+
+
+def _refuse_depth(path: str | None) -> None:
+    if path is not None and path.count("/") >= _DEEPEST:
+        start = "/".join(path.split("/", 8)[:8])
+        raise Unsupported(
+            f"state[{start!r}] goes on for more than {_DEEPEST} levels, or holds itself; nothing was saved"
+        )
+
+
+def _text(text: str, path: str | None) -> str:
+    """The text, which may hold anything but halves of characters."""
+    try:
+        text.isascii() or text.encode()
+    except UnicodeEncodeError:
+        raise Unsupported(
+            f"state[{path or ''!r}] has text that is no Unicode: {text[:40]!r}; nothing was saved"
+        ) from None
+    return text
 
 
 def _below(path: str | None, name: str) -> str:

@@ -66,7 +66,7 @@ def test_ls_lists_a_storage_and_a_segment_folder(storage, folder):
     assert [(row["step"], row["tier"]) for row in rows] == [(3, "storage"), (2, "storage"), (1, "storage")]
     assert [row["step"] for row in json.loads(run("ls", folder, "--json").stdout)] == [3, 2]
     assert "lineage" in run("ls", storage).stdout
-    assert "not there" in run("ls", storage / "absent", code=1).stderr
+    assert "is not there" in run("ls", storage / "absent", code=2).stderr
 
 
 def test_show_tells_of_every_tensor(storage):
@@ -75,7 +75,7 @@ def test_show_tells_of_every_tensor(storage):
     assert "= model/a.weight" in text
     (header,) = json.loads(run("show", storage / "trainer" / "l000-s000000002-e000", "--json").stdout)
     assert header["step"] == 2
-    assert "no snapshot of step 9" in run("show", storage, "--step", 9, code=1).stderr
+    assert "no snapshot of step 9" in run("show", storage, "--step", 9, code=2).stderr
 
 
 def test_verify_finds_damage_in_shards_and_manifests(storage, folder):
@@ -295,3 +295,10 @@ def test_a_reader_that_has_enough_is_no_failure_and_the_module_runs_as_well(stor
     assert (shown.wait(60), complaint) == (0, b"")
     told = subprocess.run([sys.executable, "-m", "easyckpt.cli", "--help"], capture_output=True, text=True, check=True)
     assert "Exit codes" in told.stdout
+
+
+def test_what_cannot_be_written_or_named_so_is_told_in_a_line(storage, tmp_path):
+    """A place that takes no file is no traceback, and a role that is no name is a wrong use."""
+    assert "No such file" in run("export", storage, tmp_path / "no" / "x.pt", "--format", "torch", code=1).stderr
+    run("export", storage, tmp_path / "hf", "--format", "hf")
+    assert "role" in run("import", tmp_path / "hf", tmp_path / "s", "--format", "hf", "--role", "../x", code=2).stderr

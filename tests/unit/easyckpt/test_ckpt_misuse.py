@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from easyckpt import Checkpointer
-from easyckpt.errors import EasyckptError, Mismatch, Pinned, SaveFailed
+from easyckpt.errors import EasyckptError, Mismatch, Pinned, SaveFailed, Unsupported
 
 
 @pytest.fixture
@@ -201,3 +201,16 @@ def test_a_second_engine_of_the_same_rank_waits_for_the_first_ones_end(engine):
     engine(member="other")
     first.close()
     engine().save(1, {"a": 1})
+
+
+def test_a_state_that_holds_itself_or_text_that_is_none_is_refused_by_its_path(engine):
+    """Both would only fail deep inside, without the place."""
+    checkpointer = engine()
+    loop: dict = {"inner": {}}
+    loop["inner"]["outer"] = loop
+    with pytest.raises(Unsupported, match=r"inner/outer/inner.*holds itself"):
+        checkpointer.save(1, loop)
+    with pytest.raises(Unsupported, match=r"state\['notes/0'\] has text that is no Unicode"):
+        checkpointer.save(1, {"notes": ["\udc80"]})
+    with pytest.raises(Unsupported, match="no Unicode"):
+        checkpointer.save(1, {"\udc80": 1})
