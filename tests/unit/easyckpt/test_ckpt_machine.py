@@ -23,6 +23,12 @@ ROOT = Path(f"/dev/shm/easyckpt-machine-{os.getpid()}")
 QUIET = {"on_event": lambda _event: None}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _leave_no_memory():
+    yield
+    shutil.rmtree(ROOT, ignore_errors=True)
+
+
 class Machine(RuleBasedStateMachine):
     """One member, its memory, a copy that comes and goes, a storage. The model: which versions must be readable, and with which value."""
 
