@@ -16,23 +16,11 @@ import torch
 
 from easyckpt import Checkpointer
 from tests.bench.ckpt.measure import others_cpu_seconds
-from tests.bench.ckpt.state import Work, make, size, stamp
+from tests.bench.ckpt.overlap import Stamp
+from tests.bench.ckpt.state import Work, make, size
 
 FOLDER = f"/dev/shm/easyckpt-protect-{os.getpid()}"
 MODES = ("copy", "overlap", "protect")
-
-
-class Owner(torch.optim.Optimizer):
-    """An optimizer that owns every weight and moment of the state."""
-
-    def __init__(self, state):
-        super().__init__(list(state["model"].values()), {})
-        self.all = state
-        for name, parameter in state["model"].items():
-            self.state[parameter] = state["optim"]["state"][name]
-
-    def step(self, number):
-        stamp(self.all, number)
 
 
 def everyones_cpu():
@@ -69,7 +57,7 @@ def main():
     options = parser.parse_args()
     torch.set_num_threads(1)
     state = make(int(options.gib * 2**30))
-    owner, work, gib = Owner(state), Work(), size(state) / 2**30
+    owner, work, gib = Stamp(state), Work(), size(state) / 2**30
     heard = []
     engines = {mode: Checkpointer(folder=f"{FOLDER}-{mode}", mode=mode, on_event=heard.append) for mode in MODES}
     owner.step(0)
