@@ -5,6 +5,7 @@ py-spy never stops the process (`--nonblocking`): a stack that it catches half c
 """
 
 import asyncio
+import contextlib
 import os
 import re
 import shutil
@@ -91,7 +92,8 @@ async def _spy(pid: int, wait_seconds: float) -> str | None:
             output, _ = await asyncio.wait_for(process.communicate(), wait_seconds)
         except TimeoutError:
             process.kill()
-            await process.wait()
+            with contextlib.suppress(TimeoutError):  # stuck in the kernel: it dies when it comes out of there
+                await asyncio.wait_for(process.wait(), wait_seconds)
             return None
         if process.returncode == 0 and (text := spy_text(output, pid)) is not None:
             return text

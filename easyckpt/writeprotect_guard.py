@@ -26,6 +26,7 @@ from easyckpt.writeprotect_helper import BLOCK_BYTES, HEADER, REGION, Reply
 
 REPLY_SECONDS = 30.0
 COPY_SECONDS = 600.0
+END_SECONDS = 5.0
 STILL_SECONDS = 5.0
 """A helper that protects something and stands still for so long is ended by its watcher."""
 PROBE_BYTES = 2 * BLOCK_BYTES
@@ -140,7 +141,9 @@ class Guard:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            # One that is stuck in the kernel dies when it comes out of there.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_SECONDS)
             self._process = None
 
     def _start(self) -> None:
