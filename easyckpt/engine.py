@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from easyckpt import agreement, arguments, gate, shm, snapshot, sources
+from easyckpt import agreement, arguments, fitting, gate, shm, snapshot, sources
 from easyckpt.agreement import Agreement
 from easyckpt.copier import Copier
 from easyckpt.errors import EasyckptError, NotReady, Refused, SaveFailed
@@ -60,7 +60,7 @@ class Checkpointer:
 
     _failure: BaseException | None = None
     _newest: Sealed | None = None
-    _captured: snapshot.Capture | None = None
+    _captured: walk.Capture | None = None
     _last_marked: int | None = None
     _saves = 0
     _closed = False
@@ -151,8 +151,8 @@ class Checkpointer:
         lineage = arguments.count("lineage", lineage) if lineage is not None else None
         started = time.monotonic()
         self._saver.settle(WAIT_SECONDS)
-        captured = snapshot.capture(state, self._captured)
-        self._captured = msgspec.structs.replace(captured, tensors=())
+        captured = walk.capture(state, self._captured)
+        self._captured = captured.without_tensors()
         if self._saves == 0 and lineage is None:
             self._history = begin(self._history, self._newest_known())
         history = advance(self._history, step, lineage)
@@ -182,7 +182,7 @@ class Checkpointer:
         """Takes and touches the memory for snapshots like `state` now, so that the first save costs no more than later ones. Raises NoRoom."""
         self._must_be_open()
         self._saver.settle(WAIT_SECONDS)
-        captured = snapshot.capture(state)
+        captured = walk.capture(state)
         self._saver.prepare(self._header(History(step=0), captured), captured.leaves)
 
     @property
@@ -247,6 +247,14 @@ class Checkpointer:
         is good, Corrupt is raised and the state must not be used. A snapshot that does not fit raises Mismatch; nothing was changed then.
         `only` names the paths (or their beginnings) to fill; one that the snapshot has not is a Mismatch. The ranks of a process group agree on the version.
         """
+        filled = self._restore(state, at=at, member=member, strict=strict, only=only)
+        return None if filled is None else filled[0]
+
+    def load(self, *, at: Version | None = None) -> tuple[Restored, Any] | None:
+        """The newest snapshot (or `at`) as a new state: dicts, lists, tuples, values and CPU tensors, whatever was saved at its top."""
+        return self._restore(fitting.NOTHING, at=at)
+
+    def _restore(self, state: Any, **options: Any) -> tuple[Restored, Any] | None:
         self._must_be_open()
         self._saver.settle(WAIT_SECONDS)
         restorer = Restorer(
@@ -261,21 +269,16 @@ class Checkpointer:
             peers=self._peers,
             held=self._saver.held,
         )
-        restored = restorer.restore(state, at=at, member=member, strict=strict, only=only)
-        if restored is not None:
-            self._history = History(lineage=restored.lineage, step=restored.step, rewinds=restored.header.rewinds)
+        filled = restorer.restore(state, **options)
+        if filled is not None:
+            header = filled[0].header
+            self._history = History(lineage=header.lineage, step=header.step, rewinds=header.rewinds)
             if self._newest is None:
-                self._pace.resume(restored.header.life)
+                self._pace.resume(header.life)
             self._saves = 0
-            if restored.header.ranks == self.ranks:
-                self._saver.prepare_later(restored.header)
-        return restored
-
-    def load(self, *, at: Version | None = None) -> tuple[Restored, Any] | None:
-        """The newest snapshot (or `at`) as a new state of dicts, lists and CPU tensors."""
-        holder: dict[str, Any] = {}
-        restored = self.restore(holder, at=at)
-        return None if restored is None else (restored, holder)
+            if header.ranks == self.ranks:
+                self._saver.prepare_later(header)
+        return filled
 
     # ---------------------------------------------------------------------------------------------------- inside a save
 
@@ -304,7 +307,7 @@ class Checkpointer:
             return None
 
     def _header(
-        self, history: History, captured: snapshot.Capture, *, epoch: int = 0, chain: str = "", flush: bool = False
+        self, history: History, captured: walk.Capture, *, epoch: int = 0, chain: str = "", flush: bool = False
     ) -> SegmentHeader:
         return SegmentHeader(
             member=self.member,

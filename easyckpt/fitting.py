@@ -1,14 +1,15 @@
 """From shards back into a live state: in place, each tensor proven by its digest while it is copied.
 
 The state is walked against the snapshot first and nothing is changed while they do not fit (Mismatch names every difference). Then the tensors
-are filled, then numbers, text and lists are set, then stateful objects get what they cannot take in place. Keys that only the snapshot has
-appear in dicts as new tensors (a fresh optimizer gets its moments so). No memory is needed beyond the state itself. A tensor that is cut
-another way than it was saved is pieced together from all shards.
+are filled, then numbers, text and lists are set, then stateful objects get what they cannot take in place. What only the snapshot has
+appears in dicts and lists as new tensors (a fresh optimizer gets its moments so). No memory is needed beyond the state itself. A tensor that is
+cut another way than it was saved is pieced together from all shards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, MutableMapping, MutableSequence, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from easyckpt.snapshot import is_stateful
 from easyckpt.sources import OpenShard
 
 _NAMED = 8
+NOTHING = object()
+"""In a state's place: all of the snapshot is made anew."""
 
 
 class Plan:
@@ -53,7 +56,11 @@ class Plan:
 
     def of(self, state: Any, document: Any) -> Any:
         """Plans to fill `state`; returns what stands in its place (the same object wherever it can be filled in place)."""
-        result = self._value(state, document, ())
+        result = self._value(state, document, ()) if state is not NOTHING else self._made_anew(document, ())
+        if state is not NOTHING and not _is_same(result, state):
+            self._problem(
+                f"the state is a {type(state).__name__} at its top, which cannot become what the snapshot has there"
+            )
         if self._problems:
             shown = "; ".join(self._problems[:_NAMED])
             more = f"; and {len(self._problems) - _NAMED} more" if len(self._problems) > _NAMED else ""
@@ -75,14 +82,42 @@ class Plan:
             return self._stateful(value, document, path)
         if isinstance(value, MutableMapping):
             return self._mapping(value, document, path)
-        if isinstance(document, list) and isinstance(value, MutableSequence) and len(value) == len(document):
-            for index, item in enumerate(document):
-                self._set(value, index, self._value(value[index], item, (*path, str(index))))
-            return value
+        if isinstance(value, MutableSequence) and isinstance(document, list):
+            return self._sequence(value, document, path)
         if isinstance(value, tuple) and isinstance(document, dict) and len(document.get("$tuple", ())) == len(value):
-            items = zip(value, document["$tuple"], strict=True)
-            return tuple(self._value(item, part, (*path, str(index))) for index, (item, part) in enumerate(items))
-        return tree.decode(document, self._new)
+            parts = [(*path, str(index)) for index in range(len(value))]
+            filled = tuple(
+                self._value(item, part, inner) if self._is_wanted(inner) else item
+                for item, part, inner in zip(value, document["$tuple"], parts, strict=True)
+            )
+            return value if _is_same(filled, value) else filled
+        return self._made_anew(document, path)
+
+    def _sequence(self, value: MutableSequence[Any], document: list[Any], path: tree.Path) -> MutableSequence[Any]:
+        """The same object, longer or shorter where the snapshot's is."""
+        for index, item in enumerate(document):
+            inner = (*path, str(index))
+            if index >= len(value) and self._is_whole(path):
+                self._after.append(partial(value.append, self._made_anew(item, inner)))
+            elif index >= len(value) and self._is_wanted(inner):
+                self._problem(f"{tree.join(inner)!r} has no place in the state, whose list has {len(value)}")
+            elif self._is_wanted(inner):
+                self._set(value, index, self._value(value[index], item, inner))
+        if self._is_whole(path):
+            self._after += [value.pop] * (len(value) - len(document))
+        return value
+
+    def _made_anew(self, document: Any, path: tree.Path) -> Any:
+        """What only the snapshot has, as far as it is wanted; None stands in a list for what is not, so that the others keep their places."""
+        if self._is_whole(path):
+            return tree.decode(document, self._new)
+        items = _items(document)
+        if items is not None:
+            inner = {key: (*path, tree.part(key)) for key in items}
+            return {key: self._made_anew(items[key], at) for key, at in inner.items() if self._is_wanted(at)}
+        places = [(item, (*path, str(index))) for index, item in enumerate(_listed(document))]
+        made = [self._made_anew(item, at) if self._is_wanted(at) else None for item, at in places]
+        return made if isinstance(document, list) else tuple(made)
 
     def _tensor(self, target: torch.Tensor, document: Any, path: tree.Path) -> torch.Tensor:
         name = tree.join(path)
@@ -133,7 +168,7 @@ class Plan:
             elif closed:
                 self._problem(f"{tree.join(inner)!r} is in the snapshot, not in the state")
             else:
-                self._set(value, key, tree.decode(item, self._new))
+                self._set(value, key, self._made_anew(item, inner))
         return value
 
     def _stateful(self, owner: Any, document: Any, path: tree.Path) -> Any:
@@ -143,9 +178,9 @@ class Plan:
             gate.knows(owner)
             if not self._fits_optimizer(owner, document, path):
                 return owner
-            self._give_moments(owner, state, document)
+            self._give_moments(owner, state, document, path)
         if not isinstance(state, MutableMapping):
-            self._after.append(lambda: _load(owner, tree.decode(document, self._new), path))
+            self._after.append(partial(_load, owner, tree.decode(document, self._new), path))
             return owner
         before = len(self._after)
         self._mapping(state, document, path, closed=is_module)
@@ -173,15 +208,18 @@ class Plan:
                 return False
         return True
 
-    def _give_moments(self, optimizer: torch.optim.Optimizer, state: Any, document: Any) -> None:
+    def _give_moments(self, optimizer: torch.optim.Optimizer, state: Any, document: Any, path: tree.Path) -> None:
         """Makes the tensors that a fresh optimizer lacks, each like its parameter, so that sharded ones are sharded alike."""
         saved = _items((_items(document) or {}).get("state")) or {}
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for index, parameter in enumerate(parameters):
-            if index in state["state"] or index not in saved:
+            place = (*path, "state", tree.part(index))
+            if index in state["state"] or index not in saved or not self._is_wanted(place):
                 continue
             made = state["state"][index] = {}
             for key, item in (_items(saved[index]) or {}).items():
+                if not self._is_wanted((*place, tree.part(key))):
+                    continue
                 held = self._held.get(item.get("$tensor", "")) if isinstance(item, dict) else None
                 entry = held[0][1] if held else None
                 if entry is not None and (entry.global_shape or entry.shape) == tuple(parameter.shape):
@@ -213,12 +251,17 @@ class Plan:
             self._problem(f"{name!r}: the shards at hand do not make up {list(shape)}")
         return made
 
-    def _is_wanted(self, path: tree.Path) -> bool:
-        """Whether `only` names this path, something above it or something below it."""
+    def _is_whole(self, path: tree.Path) -> bool:
+        """Whether `only` names this path or something above it."""
         if self._only is None:
             return True
         name = tree.join(path)
-        return any(name == one or name.startswith(one + "/") or one.startswith(name + "/") for one in self._only)
+        return any(name == one or name.startswith(one + "/") for one in self._only)
+
+    def _is_wanted(self, path: tree.Path) -> bool:
+        """Whether `only` names this path, something above it or something below it."""
+        inside = tree.join(path) + "/"
+        return self._is_whole(path) or any(one.startswith(inside) for one in self._only or ())
 
     def _set(self, owner: Any, key: Any, new: Any) -> None:
         if not _has(owner, key) or owner[key] is not new:
@@ -242,8 +285,11 @@ def _load(owner: Any, state: Any, path: tree.Path) -> None:
 
 def fill(
     shards: Sequence[OpenShard], state: Any, *, strict: bool = True, only: str | Collection[str] | None = None
-) -> int:
-    """Fills `state` from its rank's shard, or from all shards. The tensor bytes that were read. Raises Mismatch, Corrupt, Torn."""
+) -> tuple[int, Any]:
+    """Fills `state` from its rank's shard, or from all shards. The tensor bytes that were read, and the state: a new one for NOTHING.
+
+    Raises Mismatch, Corrupt, Torn.
+    """
     document = tree.merge([shard.header.extra for shard in shards])
     if only is not None:
         only = (only,) if isinstance(only, str) else only
@@ -254,18 +300,18 @@ def fill(
                 " `easyckpt show` lists the paths"
             )
     plan = Plan(shards, strict=strict, only=only)
-    plan.of(state, document)
+    filled = plan.of(state, document)
     read_bytes = reader.read_all(plan.fills)
     plan.finish()
-    return read_bytes
+    return read_bytes, filled
 
 
 def build(
     shards: Sequence[OpenShard], *, only: Collection[str] | None = None, advance: reader.Advance | None = None
 ) -> Any:
-    """The whole snapshot as a new state of dicts, lists and CPU tensors, sharded ones made whole."""
+    """The whole snapshot, or what `only` names of it, as a new state of dicts, lists and CPU tensors, sharded ones made whole."""
     plan = Plan(shards, strict=True, only=only, whole=True)
-    state = plan.of({}, tree.merge([shard.header.extra for shard in shards]))
+    state = plan.of(NOTHING, tree.merge([shard.header.extra for shard in shards]))
     reader.read_all(plan.fills, advance)
     plan.finish()
     return state
@@ -284,13 +330,18 @@ def _items(document: Any) -> dict[Any, Any] | None:
     return document
 
 
+def _listed(document: Any) -> list[Any]:
+    """The JSON of what a list or tuple in the snapshot holds; nothing for anything else."""
+    held = document.get("$tuple") if isinstance(document, dict) else document
+    return held if isinstance(held, list) else []
+
+
 def _leads_somewhere(document: Any, path: str) -> bool:
     """Whether the snapshot has something at a path."""
     for name in path.split("/"):
         items = _items(document)
         if items is None:
-            listed = document.get("$tuple") if isinstance(document, dict) else document
-            items = dict(enumerate(listed)) if isinstance(listed, list) else {}
+            items = dict(enumerate(_listed(document)))
         inside = {tree.part(key): item for key, item in items.items()}
         if name not in inside:
             return False
@@ -300,6 +351,14 @@ def _leads_somewhere(document: Any, path: str) -> bool:
 
 def _no_tensor(name: str) -> Any:
     raise Mismatch(f"{name!r} is a key of a dict: a key cannot be a tensor")
+
+
+def _is_same(made: Any, given: Any) -> bool:
+    """Whether nothing has to be put in its place."""
+    if made is given:
+        return True
+    both = isinstance(made, tuple) and isinstance(given, tuple) and len(made) == len(given)
+    return both and all(_is_same(one, other) for one, other in zip(made, given, strict=True))
 
 
 def _has(owner: Any, key: Any) -> bool:

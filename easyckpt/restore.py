@@ -89,7 +89,8 @@ class Restorer:
         member: str | None = None,
         strict: bool = True,
         only: str | Collection[str] | None = None,
-    ) -> Restored | None:
+    ) -> tuple[Restored, Any] | None:
+        """With the state that was filled: a new one where `fitting.NOTHING` was given. None when there is nothing to restore from."""
         rank = self._rank if self._agreement.spans_nodes else None
         found = sources.find(
             self._folder,
@@ -109,15 +110,15 @@ class Restorer:
             if version is None:
                 break
             tried.add(version)
-            restored, misfit = self._try([one for one in candidates if one.version == version], state, strict, only)
-            outcome = Outcome.MISFIT if misfit else Outcome.GOOD if restored else Outcome.REFUSED
+            filled, misfit = self._try([one for one in candidates if one.version == version], state, strict, only)
+            outcome = Outcome.MISFIT if misfit else Outcome.GOOD if filled else Outcome.REFUSED
             worst = self._agreement.worst(outcome)
             if worst is Outcome.MISFIT:
                 raise misfit or Mismatch(
                     "the snapshot does not fit the state of another rank, which names what differs"
                 )
             if worst is Outcome.GOOD:
-                return restored
+                return filled
         if self._refused:
             raise Corrupt(
                 f"no copy could be read, and the state may be half filled; do not use it. Tried: {'; '.join(self._refused)}."
@@ -127,7 +128,7 @@ class Restorer:
 
     def _try(
         self, candidates: Sequence[Candidate], state: Any, strict: bool, only: str | Collection[str] | None
-    ) -> tuple[Restored | None, Mismatch | None]:
+    ) -> tuple[tuple[Restored, Any] | None, Mismatch | None]:
         misfit: Mismatch | None = None
         for candidate in candidates:
             for tiers in self._ways(candidate):
@@ -159,7 +160,7 @@ class Restorer:
         state: Any,
         strict: bool,
         only: str | Collection[str] | None,
-    ) -> Restored | None:
+    ) -> tuple[Restored, Any] | None:
         """Each shard from its nearest tier; one that was bad there, and only that one, from its next. None when one has no other left."""
         at = [0] * len(tiers)
         while True:
@@ -184,19 +185,19 @@ class Restorer:
         strict: bool,
         only: str | Collection[str] | None,
         watched: list[_Watched],
-    ) -> Restored:
+    ) -> tuple[Restored, Any]:
         started = time.monotonic()
         with contextlib.ExitStack() as stack:
             for source in chosen:
                 opened = stack.enter_context(sources.open_source(source, self._storage, self._held))
                 watched.append(_Watched(opened))
-            nbytes = fitting.fill(watched, state, strict=strict, only=only)
+            nbytes, filled = fitting.fill(watched, state, strict=strict, only=only)
             where = watched[0].where
             header = watched[0].header
         tier = max((source.tier for source in chosen), key=sources.TIERS.index)
         seconds = time.monotonic() - started
         self._tell("restored", candidate, tier=tier, nbytes=nbytes, seconds=seconds, text=where)
-        return Restored(
+        restored = Restored(
             lineage=header.lineage,
             step=header.step,
             chain=header.chain,
@@ -209,6 +210,7 @@ class Restorer:
             nbytes=nbytes,
             seconds=seconds,
         )
+        return restored, filled
 
     def _refuse(self, candidate: Candidate, source: Source, error: Exception) -> None:
         self._refused.append(str(error))

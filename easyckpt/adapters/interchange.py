@@ -12,7 +12,7 @@ import json
 import pickle
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from easyckpt import fitting, sources
+from easyckpt import fitting, sources, tree
 from easyckpt.errors import EasyckptError, Foreign
 from easyckpt.reader import Advance
 from easyckpt.sources import Candidate
@@ -37,47 +37,57 @@ _INDEX = "model.safetensors.index.json"
 
 def load_whole(
     target: Target, candidate: Candidate, *, only: list[str] | None = None, advance: Advance | None = None
-) -> dict[str, Any]:
+) -> Any:
     """A snapshot as a nested state of whole CPU tensors and values."""
     with contextlib.ExitStack() as stack:
         nearest = [candidate.of_rank(rank)[0] for rank in sorted({source.rank for source in candidate.sources})]
         shards = [stack.enter_context(sources.open_source(source, target.storage)) for source in nearest]
-        state = fitting.build(shards, only=only, advance=advance)
-    if not isinstance(state, dict):
-        raise EasyckptError(f"the snapshot in {target.path} is no dict at its top and cannot be exported")
-    return state
+        return fitting.build(shards, only=only, advance=advance)
 
 
-def subtree(state: dict[str, Any], path: str) -> dict[str, Any]:
-    """The dict at a path such as "model"; "" is the whole state."""
-    for part in filter(None, path.split("/")):
-        inner = state.get(part)
-        if not isinstance(inner, dict):
+def subtree(state: Any, path: str) -> Any:
+    """What lies at a path such as "model" or "layers/0"; "" is the whole state."""
+    for name in path.split("/") if path else ():
+        inside = {tree.part(key): value for key, value in _items(state)}
+        if name not in inside:
             raise EasyckptError(f"the snapshot has no {path!r}; `easyckpt show` lists what it has")
-        state = inner
+        state = inside[name]
     return state
 
 
 def tensors_of(state: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """(dotted name, tensor) of every tensor in a nested state."""
-    items: Any = ()
     if isinstance(state, torch.Tensor):
         yield prefix, state
-    elif isinstance(state, dict):
-        items = state.items()
-    elif isinstance(state, list | tuple):
-        items = enumerate(state)
-    for key, value in items:
+    for key, value in _items(state):
         yield from tensors_of(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+def _items(state: Any) -> Iterable[tuple[Any, Any]]:
+    """Key or index, and value, of what holds others; nothing of anything else."""
+    if isinstance(state, dict):
+        return state.items()
+    return enumerate(state) if isinstance(state, list | tuple) else ()
+
+
+def _named(state: Any) -> dict[Any, Any]:
+    """For formats that have names at their top. Raises EasyckptError where nothing there has one."""
+    if not isinstance(state, dict | list | tuple):
+        raise EasyckptError(
+            f"this format holds named tensors, and a {type(state).__name__} alone has no name; nothing was written."
+            " Export it with --format torch, or what holds it with --prefix"
+        )
+    return {key if isinstance(state, dict) else str(key): value for key, value in _items(state)}
 
 
 # ------------------------------------------------------------------------------------------------------- Hugging Face
 
 
-def export_huggingface(state: dict[str, Any], folder: Path, *, config_from: Path | None = None) -> list[Path]:
+def export_huggingface(state: Any, folder: Path, *, config_from: Path | None = None) -> list[Path]:
     """A folder that transformers' from_pretrained loads. Tied tensors are written once, as it expects; `config_from` gives config and tokenizer."""
     from safetensors.torch import save_file
 
+    state = _named(state)
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, torch.Tensor]] = [{}]
     room, seen = SHARD_BYTES, set()
@@ -125,10 +135,10 @@ def import_huggingface(folder: Path, advance: Advance | None = None) -> dict[str
 # ---------------------------------------------------------------------------------------------------------------- DCP
 
 
-def export_dcp(state: dict[str, Any], folder: Path) -> None:
+def export_dcp(state: Any, folder: Path) -> None:
     """A folder that torch.distributed.checkpoint.load reads on any number of ranks."""
     with _one_process():
-        save(state, checkpoint_id=folder, no_dist=True)
+        save(_named(state), checkpoint_id=folder, no_dist=True)
 
 
 def import_dcp(folder: Path, advance: Advance | None = None) -> dict[str, Any]:
