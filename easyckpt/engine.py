@@ -60,7 +60,7 @@ class Checkpointer:
 
     _failure: BaseException | None = None
     _newest: Sealed | None = None
-    _captured: walk.Capture | None = None
+    _captured: snapshot.Capture | None = None
     _last_marked: int | None = None
     _saves = 0
     _closed = False
@@ -151,8 +151,8 @@ class Checkpointer:
         lineage = arguments.count("lineage", lineage) if lineage is not None else None
         started = time.monotonic()
         self._saver.settle(WAIT_SECONDS)
-        captured = walk.capture(state, self._captured)
-        self._captured = captured.without_tensors()
+        captured = snapshot.capture(state, self._captured)
+        self._captured = msgspec.structs.replace(captured, tensors=())
         if self._saves == 0 and lineage is None:
             self._history = begin(self._history, self._newest_known())
         history = advance(self._history, step, lineage)
@@ -182,7 +182,7 @@ class Checkpointer:
         """Takes and touches the memory for snapshots like `state` now, so that the first save costs no more than later ones. Raises NoRoom."""
         self._must_be_open()
         self._saver.settle(WAIT_SECONDS)
-        captured = walk.capture(state)
+        captured = snapshot.capture(state)
         self._saver.prepare(self._header(History(step=0), captured), captured.leaves)
 
     @property
@@ -307,7 +307,7 @@ class Checkpointer:
             return None
 
     def _header(
-        self, history: History, captured: walk.Capture, *, epoch: int = 0, chain: str = "", flush: bool = False
+        self, history: History, captured: snapshot.Capture, *, epoch: int = 0, chain: str = "", flush: bool = False
     ) -> SegmentHeader:
         return SegmentHeader(
             member=self.member,
