@@ -6,6 +6,8 @@ and the ratio of their medians is the figure: seconds depend on what else the ma
 
 from __future__ import annotations
 
+import contextlib
+import math
 import mmap
 import os
 import shutil
@@ -24,9 +26,12 @@ import torch
 
 from easyckpt import shm
 from easyckpt.engine import Checkpointer
+from easyckpt.errors import EasyckptError
 
 LAYERS = 24
 ALIGNED_BYTES = 64
+TIMES_THE_STATE = 4
+"""Memory it needs: the state, the floor's, two slots."""
 _seconds = time.perf_counter
 
 
@@ -67,6 +72,9 @@ class Floor:
         """As a new process would: the pages have to be mapped again."""
         for view, tensor in zip(self._map(), self._tensors, strict=True):
             tensor.copy_(view)
+
+    def close(self) -> None:
+        self._path.unlink()
 
     def _map(self) -> Iterator[torch.Tensor]:
         with self._path.open("r+b") as file:
@@ -127,7 +135,7 @@ def timed(action: Callable[[], object]) -> float:
 def copies(training: Training, folder: Path, rounds: int, tick: Callable[[], None]) -> tuple[list[Line], float]:
     """Copying in and out, floor and engine in turn; and the seconds in which the engine opened."""
     floor = Floor(folder / "floor", training.tensors)
-    engine = Checkpointer(None, folder=folder / "copy", mode="copy", on_event=_quiet)
+    engine = Checkpointer(None, folder=folder, mode="copy", on_event=_quiet)
     opened = timed(lambda: engine.prepare(training.state))
     seen: dict[str, list[float]] = {"floor in": [], "in": [], "floor out": [], "out": []}
     for number in range(1, rounds + 1):
@@ -143,6 +151,7 @@ def copies(training: Training, folder: Path, rounds: int, tick: Callable[[], Non
             raise click.ClickException(f"what came back in round {number} is not what was saved")
         tick()
     engine.close()
+    floor.close()
     median = {name: 1000 * statistics.median(values) for name, values in seen.items()}
     lines = [
         Line(what="save, copy mode: until training goes on", floor_ms=median["floor in"], ours_ms=median["in"]),
@@ -156,7 +165,7 @@ def overlapped(training: Training, folder: Path, rounds: int, copy_ms: float, ti
     waits: list[float] = []
     engine = Checkpointer(
         None,
-        folder=folder / "overlapped",
+        folder=folder,
         on_event=lambda event: waits.append(event.seconds) if event.kind == "save_waited" else None,
     )
     engine.prepare(training.state)
@@ -176,7 +185,7 @@ def overlapped(training: Training, folder: Path, rounds: int, copy_ms: float, ti
 
 def durable(training: Training, folder: Path, storage: Path, rounds: int, tick: Callable[[], None]) -> Line:
     """To storage and synced, beside torch.save."""
-    engine = Checkpointer(storage / "easyckpt", folder=folder / "durable", keep=1, mode="copy", on_event=_quiet)
+    engine = Checkpointer(storage / "easyckpt", folder=folder, keep=1, mode="copy", on_event=_quiet)
     engine.prepare(training.state)
     theirs, ours = [], []
     for number in range(1, rounds + 2):
@@ -201,33 +210,73 @@ def _torch_save(tensors: list[torch.Tensor], path: Path) -> None:
         os.fsync(file.fileno())
 
 
+@contextlib.contextmanager
+def _folder_in(place: Path | None) -> Iterator[Path]:
+    """A folder that goes with all that is in it."""
+    folder = Path(tempfile.mkdtemp(prefix="easyckpt-bench-", dir=place))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _quiet(_event: Any) -> None:
     """The bench looks for itself."""
 
 
+def _size(_ctx: click.Context, _option: click.Parameter, gib: float) -> float:
+    if not (math.isfinite(gib) and gib > 0):
+        raise click.BadParameter(f"{gib} is no size")
+    return gib
+
+
+def _refuse_if_short(folder: Path, gib: float) -> None:
+    """Before the first byte is taken: what runs out of memory in the middle is killed, not told."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        free_gib = shm.free_bytes(fd) / 2**30
+    finally:
+        os.close(fd)
+    if free_gib < TIMES_THE_STATE * gib:
+        raise click.ClickException(
+            f"{TIMES_THE_STATE * gib:.2f} GiB of memory are needed below {folder.parent}, {free_gib:.2f} are free; nothing was measured."
+            " Give a smaller --gib"
+        )
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--gib", default=0.25, show_default=True, help="Size of the state. Memory needed: five times that.")
-@click.option("--rounds", default=7, show_default=True)
-@click.option("--storage", type=click.Path(file_okay=False, path_type=Path), help="Also save to a folder here.")
+@click.option(
+    "--gib",
+    default=0.25,
+    callback=_size,
+    show_default=True,
+    help=f"Size of the state. Memory needed: {TIMES_THE_STATE} times that.",
+)
+@click.option("--rounds", type=click.IntRange(1), default=7, show_default=True)
+@click.option(
+    "--storage",
+    type=click.Path(exists=True, file_okay=False, writable=True, path_type=Path),
+    help="Also save to a folder here.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of a table.")
 def main(gib: float, rounds: int, storage: Path | None, *, as_json: bool) -> None:
     """This machine's floor and ours."""
     torch.set_num_threads(1)
-    training = Training(int(gib * 2**30))
-    size = sum(tensor.nbytes for tensor in training.tensors)
-    folder = Path(tempfile.mkdtemp(prefix="easyckpt-bench-", dir=shm.SHM if shm.SHM.is_dir() else None))
-    written = Path(tempfile.mkdtemp(prefix="easyckpt-bench-", dir=storage)) if storage is not None else None
-    try:
-        steps = 2 * rounds + 2 + (rounds + 1 if written else 0)
-        with click.progressbar(length=steps, label="measuring", file=sys.stderr) as bar:
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(_folder_in(shm.SHM if shm.SHM.is_dir() else None))
+            written = stack.enter_context(_folder_in(storage)) if storage is not None else None
+            _refuse_if_short(folder, gib)
+            training = Training(int(gib * 2**30))
+            steps = 2 * rounds + 2 + (rounds + 1 if written else 0)
+            bar = stack.enter_context(click.progressbar(length=steps, label="measuring", file=sys.stderr))
             lines, opened = copies(training, folder, rounds, lambda: bar.update(1))
             lines.insert(1, overlapped(training, folder, rounds, lines[0].floor_ms, lambda: bar.update(1)))
             if written is not None:
                 lines.append(durable(training, folder, written, rounds, lambda: bar.update(1)))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        if written is not None:
-            shutil.rmtree(written, ignore_errors=True)
+        except (EasyckptError, OSError) as error:
+            raise click.ClickException(str(error)) from error
+    size = sum(tensor.nbytes for tensor in training.tensors)
     if as_json:
         rows = {line.what: {"floor_ms": line.floor_ms, "ours_ms": line.ours_ms, "ratio": line.ratio} for line in lines}
         click.echo(msgspec.json.encode({"bytes": size, "open_seconds": opened, "lines": rows}).decode())

@@ -57,7 +57,7 @@ def list_snapshots(target: str, *, as_json: bool) -> None:
         }
         for one in found.candidates
     ]  # fmt: skip
-    _print(rows, as_json=as_json, title=f"{found.kind} {target}")
+    _print(rows, as_json=as_json, title=f"in {found.kind} {target}")
 
 
 @cli.command("show", epilog=EPILOG)
@@ -101,12 +101,15 @@ def verify(target: str, step: int | None, *, as_json: bool) -> None:
     from easyckpt.errors import EasyckptError
     from easyckpt.target import look
 
+    _must_be_there(target)
     try:
         found = look(target)
     except (EasyckptError, OSError) as error:
         _print([{"step": "", "member": "", "rank": "", "state": f"BAD: {error}"}], as_json=as_json)
         sys.exit(1)
     rows: list[dict[str, Any]] = []
+    if step is not None:
+        _one(found, step)
     chosen = [one for one in found.candidates if step is None or one.step == step]
     with _progress(sum(source.nbytes for one in chosen for source in one.sources), "verifying") as advance:
         for one in chosen:
@@ -116,7 +119,7 @@ def verify(target: str, step: int | None, *, as_json: bool) -> None:
                 )
                 advance(source.nbytes)
     rows += _bad_manifests(found) if step is None else []
-    _print(rows, as_json=as_json)
+    _print(rows, as_json=as_json, title=f"to verify in {target}")
     sys.exit(int(not rows or any(row["state"] != "ok" for row in rows)))
 
 
@@ -151,7 +154,7 @@ def diff(a: str, b: str, step_a: int | None, step_b: int | None, tolerance: floa
 @click.option("--prefix", default=None, help='Which part of the state; "model" for hf, everything for the others.')
 @click.option(
     "--config-from",
-    type=click.Path(path_type=Path, exists=True),
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="Model folder to copy config and tokenizer from (hf).",
 )
 @STEP
@@ -159,8 +162,9 @@ def export(target: str, out: Path, kind: str, prefix: str | None, config_from: P
     """Writes one snapshot as a Hugging Face folder, a DCP folder, or a file for torch.load."""
     from easyckpt.adapters import interchange
 
-    if out.exists() and (out.is_file() or any(out.iterdir())):
-        raise click.UsageError(f"{out} is there already: name a new place")
+    with _told():
+        if os.path.lexists(out) and (kind == "torch" or not out.is_dir() or any(out.iterdir())):
+            raise click.UsageError(f"{out} is there already: name a new place")
     found = _look(target)
     path = prefix if prefix is not None else "model" if kind == "hf" else ""
     one = _one(found, step)
@@ -172,10 +176,7 @@ def export(target: str, out: Path, kind: str, prefix: str | None, config_from: P
         elif kind == "dcp":
             interchange.export_dcp(state, out)
         else:
-            import torch
-
-            with out.open("xb") as file:
-                torch.save(state, file)
+            interchange.export_torch(state, out)
     click.echo(f"step {one.step} of {target} is in {out}", err=True)
 
 
@@ -243,11 +244,15 @@ def gc(target: str, keep: int, keep_every: int | None, *, sealed: bool) -> None:
 # --------------------------------------------------------------------------------------------------------------- inside
 
 
+def _must_be_there(target: str) -> None:
+    if "://" not in target and not os.path.lexists(target):
+        raise click.UsageError(f"{target!r} is not there")
+
+
 def _look(target: str) -> Target:
     from easyckpt.target import look
 
-    if "://" not in target and not os.path.lexists(target):
-        raise click.UsageError(f"{target} is not there")
+    _must_be_there(target)
     with _told():
         return look(target)
 

@@ -119,6 +119,7 @@ def export_huggingface(state: Any, folder: Path, *, config_from: Path | None = N
 
 def import_huggingface(folder: Path, advance: Advance | None = None) -> dict[str, Any]:
     """{"model": {name: tensor}} out of a safetensors file or folder."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     files = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
@@ -126,10 +127,20 @@ def import_huggingface(folder: Path, advance: Advance | None = None) -> dict[str
         raise Foreign(f"{folder} has no *.safetensors; nothing was imported")
     model: dict[str, torch.Tensor] = {}
     for file in files:
-        model.update(load_file(file))
+        try:
+            model.update(load_file(file))
+        except SafetensorError as error:
+            raise Foreign(f"{file} is no safetensors file, or is damaged ({error}); nothing was imported") from error
         if advance is not None:
             advance(file.stat().st_size)
     return {"model": model}
+
+
+def export_torch(state: Any, path: Path) -> None:
+    """A file for torch.load."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("xb") as file:
+        torch.save(state, file)
 
 
 # ---------------------------------------------------------------------------------------------------------------- DCP
@@ -137,8 +148,13 @@ def import_huggingface(folder: Path, advance: Advance | None = None) -> dict[str
 
 def export_dcp(state: Any, folder: Path) -> None:
     """A folder that torch.distributed.checkpoint.load reads on any number of ranks."""
-    with _one_process():
-        save(_named(state), checkpoint_id=folder, no_dist=True)
+    named = _named(state)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with _one_process():
+            save(named, checkpoint_id=folder, no_dist=True)
+    except CheckpointException as error:
+        raise EasyckptError(f"{folder} could not be written whole; remove it: {_why(error)}") from error
 
 
 def import_dcp(folder: Path, advance: Advance | None = None) -> dict[str, Any]:
@@ -155,9 +171,8 @@ def import_dcp(folder: Path, advance: Advance | None = None) -> dict[str, Any]:
         with _one_process():
             load(flat, storage_reader=reader, planner=_Planner(advance), no_dist=True)
     except CheckpointException as error:
-        why = "; ".join(str(failure[0]).splitlines()[0] for failure in error.failures.values())
         raise Foreign(
-            f"{folder} cannot be read without running code of its own, or is damaged; nothing was imported: {why}"
+            f"{folder} cannot be read without running code of its own, or is damaged; nothing was imported: {_why(error)}"
         ) from error
     paths: dict[str, Any] = metadata.planner_data or {name: (name,) for name in flat}
     return _nest({paths.get(name, (name,)): value for name, value in flat.items()})
@@ -223,6 +238,10 @@ def _one_process() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
+
+
+def _why(error: CheckpointException) -> str:
+    return "; ".join(str(failure[0]).splitlines()[0] for failure in error.failures.values())
 
 
 def _nest(flat: dict[tuple[Any, ...], Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ python -m tests.bench.ckpt [--quick] [--gib 1 --gib 4] [--rounds 3] [--no-ranks]
 import argparse
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -252,29 +253,60 @@ def run(bench, options):
     print(json.dumps({**document, "load_average": [round(one, 1) for one in (load, os.getloadavg()[0])]}))
 
 
-def main():
+def folder(text):
+    if not os.access(text, os.W_OK) or not os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"{text} is no folder that can be written to")
+    return text
+
+
+def engines(text):
+    names = text.split(",")
+    if unknown := [name for name in names if name not in BY_NAME]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: there are {', '.join(BY_NAME)}")
+    return [BY_NAME[name] for name in names]
+
+
+def at_least(least, kind=int):
+    """A number from `least` on; for a size, one above 0."""
+
+    def number(text):
+        value = kind(text)
+        if not (math.isfinite(value) and value >= least) or (kind is float and value == 0):
+            raise argparse.ArgumentTypeError(f"{text} is out of range")
+        return value
+
+    return number
+
+
+def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--quick", action="store_true", help="0.25 GiB, one round, floor, ours, DCP and torch.save: a minute"
     )
-    parser.add_argument("--gib", type=float, action="append", help="state size, may be given again (default 1 and 4)")
-    parser.add_argument("--rounds", type=int, help="processes an engine and size (default 3)")
     parser.add_argument(
-        "--saves", type=int, default=3, help="saves a process, twice as many where only memory is written"
+        "--gib", type=at_least(0, float), action="append", help="state size, may be given again (default 1 and 4)"
     )
-    parser.add_argument("--blocks", type=int, help="blocks of five steps that show the slowdown (default 4; 0: none)")
-    parser.add_argument("--engines", type=lambda text: [BY_NAME[name] for name in text.split(",")], help="only these")
+    parser.add_argument("--rounds", type=at_least(1), help="processes an engine and size (default 3)")
+    parser.add_argument(
+        "--saves", type=at_least(2), default=3, help="saves a process, twice as many where only memory is written"
+    )
+    parser.add_argument(
+        "--blocks", type=at_least(0), help="blocks of five steps that show the slowdown (default 4; 0: none)"
+    )
+    parser.add_argument("--engines", type=engines, help="only these")
     parser.add_argument(
         "--ranks", action=argparse.BooleanOptionalAction, help="two ranks with FSDP2 (default: unless quick)"
     )
-    parser.add_argument("--ranks-gib", type=float, default=1.0, help="state size over both ranks")
+    parser.add_argument("--ranks-gib", type=at_least(0, float), default=1.0, help="state size over both ranks")
     bench_python = ROOT / ".venv-bench/bin/python"
     parser.add_argument(
         "--python", default=str(bench_python) if bench_python.exists() else sys.executable,
         help="interpreter that has the peers (default .venv-bench, else this one)",
     )  # fmt: skip
-    parser.add_argument("--work", default=str(ROOT), help="where checkpoints are written")
-    options = parser.parse_args()
+    parser.add_argument("--work", type=folder, default=str(ROOT), help="where checkpoints are written")
+    options = parser.parse_args(argv)
+    if shutil.which(options.python) is None:
+        parser.error(f"argument --python: {options.python} is not there")
     options.gib = options.gib or ([0.25] if options.quick else [1, 4])
     options.rounds = options.rounds or (1 if options.quick else 3)
     options.blocks = (2 if options.quick else 4) if options.blocks is None else options.blocks

@@ -2,9 +2,11 @@
 
 import json
 
+import pytest
 from click.testing import CliRunner
 
 from easyckpt import bench, shm
+from tests.bench.ckpt import __main__ as peers_bench
 from tests.bench.ckpt import figures
 
 
@@ -26,6 +28,32 @@ def test_the_shipped_bench_compares_floor_and_engine_and_leaves_nothing_behind(t
     assert all(line["floor_ms"] > 0 and line["ours_ms"] > 0 for line in found["lines"].values())
     assert not {path for path in set(shm.SHM.iterdir()) - before if path.name.startswith("easyckpt-bench")}
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("argv", [
+    ("--gib", "0"), ("--gib", "-1"), ("--gib", "nan"), ("--gib", "inf"), ("--rounds", "0"), ("--storage", "absent"),
+])  # fmt: skip
+def test_the_shipped_bench_refuses_what_cannot_be_measured(argv):
+    """As a wrong use, before memory is taken."""
+    done = CliRunner().invoke(bench.main, [*argv], catch_exceptions=False)
+    assert done.exit_code == 2, done.output
+
+
+def test_the_shipped_bench_refuses_a_state_that_memory_cannot_hold():
+    """Instead of being killed in the middle; and nothing is left behind."""
+    before = set(shm.SHM.iterdir())
+    done = CliRunner().invoke(bench.main, ["--gib", "1000000"], catch_exceptions=False)
+    assert done.exit_code == 1
+    assert "smaller --gib" in done.stderr
+    assert not {path for path in set(shm.SHM.iterdir()) - before if path.name.startswith("easyckpt-bench")}
+
+
+def test_the_bench_of_peers_refuses_a_place_that_is_not_there(capsys):
+    """Before any engine is started."""
+    with pytest.raises(SystemExit) as ended:
+        peers_bench.main(["--work", "/absent"])
+    assert ended.value.code == 2
+    assert "/absent" in capsys.readouterr().err
 
 
 def test_a_figure_is_a_ratio_of_medians_over_later_saves():

@@ -14,6 +14,7 @@ import fsspec
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import save_file
 
 from easyckpt import Checkpointer
 from easyckpt.adapters import interchange
@@ -284,6 +285,44 @@ def test_an_import_of_a_step_below_zero_is_a_usage_error(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("argv", [
+    ("ls", "absent"), ("verify", "absent"), ("verify", "ckpts", "--step", 5), ("diff", "ckpts", "absent"),
+    ("export", "ckpts", "taken", "--format", "dcp"), ("export", "ckpts", "empty", "--format", "torch"),
+    ("export", "ckpts", "out", "--format", "hf", "--config-from", "taken"), ("import", "absent", "new", "--format", "hf"),
+])  # fmt: skip
+def test_what_is_not_there_or_taken_is_a_usage_error(storage, tmp_path, monkeypatch, argv):
+    """Said before anything is read or written, as exit code 2, by every command alike."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").write_text("a file")
+    (tmp_path / "empty").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    run(*argv, code=2)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("argv", [
+    ("export", "ckpts", "taken/out", "--format", "hf"), ("export", "ckpts", "taken/out", "--format", "dcp"),
+    ("export", "ckpts", "taken/out", "--format", "torch"), ("export", "ckpts", "out", "--format", "dcp", "--prefix", "step"),
+    ("import", "taken", "new", "--format", "hf"), ("import", "taken", "new", "--format", "dcp"),
+    ("import", "model.safetensors", "taken/new", "--format", "hf"), ("verify", "empty"),
+])  # fmt: skip
+def test_what_cannot_be_read_or_written_is_told_in_a_line(storage, tmp_path, monkeypatch, argv):
+    """A file in a folder's place and bytes of another kind: exit code 1, never a traceback (`run` would raise it)."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").write_text("a file")
+    (tmp_path / "empty").mkdir()
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    done = run(*argv, code=1)
+    assert done.stderr.startswith(("easyckpt: ", "nothing to verify"))
+
+
+def test_an_export_makes_the_folders_above_it(storage, tmp_path):
+    """For each format alike."""
+    for kind in ("torch", "dcp", "hf"):
+        run("export", storage, tmp_path / "new" / kind / "out", "--format", kind)
+    assert torch.load(tmp_path / "new/torch/out", weights_only=True)["step"] == 3
+
+
 def test_a_reader_that_has_enough_is_no_failure_and_the_module_runs_as_well(storage):
     """`python -m easyckpt.cli show X | head -1` ends fine, whoever closes the pipe first."""
     shown = subprocess.Popen(
@@ -299,6 +338,6 @@ def test_a_reader_that_has_enough_is_no_failure_and_the_module_runs_as_well(stor
 
 def test_what_cannot_be_written_or_named_so_is_told_in_a_line(storage, tmp_path):
     """A place that takes no file is no traceback, and a role that is no name is a wrong use."""
-    assert "No such file" in run("export", storage, tmp_path / "no" / "x.pt", "--format", "torch", code=1).stderr
+    assert "/proc" in run("export", storage, "/proc/no/x.pt", "--format", "torch", code=1).stderr
     run("export", storage, tmp_path / "hf", "--format", "hf")
     assert "role" in run("import", tmp_path / "hf", tmp_path / "s", "--format", "hf", "--role", "../x", code=2).stderr
