@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from easyckpt import agreement, arguments, fitting, gate, shm, snapshot, sources
+from easyckpt import agreement, arguments, fitting, gate, shm, sources, walk
 from easyckpt.agreement import Agreement
 from easyckpt.copier import Copier
 from easyckpt.errors import EasyckptError, NotReady, Refused, SaveFailed
@@ -54,14 +54,20 @@ class Sealed(msgspec.Struct, frozen=True, kw_only=True):
     chain: str
     """Hash chain of the applied (step, batch digest) pairs."""
 
+    @property
+    def version(self) -> Version:
+        return (self.lineage, self.step)
+
 
 class Checkpointer:
     """Saves and restores one rank of one member."""
 
     _failure: BaseException | None = None
     _newest: Sealed | None = None
-    _captured: snapshot.Capture | None = None
+    _captured: walk.Capture | None = None
     _last_marked: int | None = None
+    _owed: Version | None = None
+    """The save before, if it was to go to storage."""
     _saves = 0
     _closed = False
 
@@ -151,8 +157,8 @@ class Checkpointer:
         lineage = arguments.count("lineage", lineage) if lineage is not None else None
         started = time.monotonic()
         self._saver.settle(WAIT_SECONDS)
-        captured = snapshot.capture(state, self._captured)
-        self._captured = msgspec.structs.replace(captured, tensors=())
+        captured = walk.capture(state, self._captured)
+        self._captured = captured.without_tensors()
         if self._saves == 0 and lineage is None:
             self._history = begin(self._history, self._newest_known())
         history = advance(self._history, step, lineage)
@@ -167,6 +173,7 @@ class Checkpointer:
             self._saves += 1
             self._history = history
             self._last_marked = step if marked else self._last_marked
+            self._owed = header.version if marked else None
             self._saver.begin(header, slot, captured, started)
         self._pace.saw_stall(time.monotonic() - started)
         self._raise_failure()
@@ -182,7 +189,7 @@ class Checkpointer:
         """Takes and touches the memory for snapshots like `state` now, so that the first save costs no more than later ones. Raises NoRoom."""
         self._must_be_open()
         self._saver.settle(WAIT_SECONDS)
-        captured = snapshot.capture(state)
+        captured = walk.capture(state)
         self._saver.prepare(self._header(History(step=0), captured), captured.leaves)
 
     @property
@@ -307,7 +314,7 @@ class Checkpointer:
             return None
 
     def _header(
-        self, history: History, captured: snapshot.Capture, *, epoch: int = 0, chain: str = "", flush: bool = False
+        self, history: History, captured: walk.Capture, *, epoch: int = 0, chain: str = "", flush: bool = False
     ) -> SegmentHeader:
         return SegmentHeader(
             member=self.member,
@@ -333,6 +340,8 @@ class Checkpointer:
     def _is_flush_due(self, step: int) -> bool:
         if self._flush_every is None:
             return False
+        if self._owed is not None and (self._newest is None or self._newest.version != self._owed):
+            return True  # it was not sealed: this one goes in its place
         if self._flush_every == "auto":
             if (news := self._pace.news(time.monotonic())) is not None:
                 self._emit("interval_chosen", (0, step), text=f"a flush every {news.steps} steps: {news.reason}")

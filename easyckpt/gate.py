@@ -55,12 +55,12 @@ class Governed:
                 held += state.values() if isinstance(state, dict) else ()
         tensors = [value for value in held if isinstance(value, torch.Tensor)]
         self._tensors = [value if type(value) in _PLAIN_TYPES else local_part(value) for value in tensors]
-        self._addresses = {tensor.data_ptr() for tensor in self._tensors}
+        self.addresses = {tensor.data_ptr() for tensor in self._tensors}
         self._storages: set[int] | None = None
 
     def holds(self, tensor: torch.Tensor, address: int) -> bool:
         """Whether a tensor, whose elements begin at `address`, lies in it: most are the very tensors, others are views into them."""
-        if address in self._addresses:
+        if address in self.addresses:
             return True
         if self._storages is None:
             self._storages = {tensor.untyped_storage().data_ptr() for tensor in self._tensors}

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import torch
+from torch.autograd.graph import increment_version
 
 from easyckpt import digest, memory, reshard
 from easyckpt.digest import TensorHash
@@ -71,6 +72,8 @@ def read_all(fills: Sequence[Fill], advance: Advance | None = None) -> int:
     """The bytes that were read. Raises Corrupt, Torn or StorageError; the targets may be half filled then. A tensor asked for twice is read once."""
     unique = list({(_key(fill), fill.target.data_ptr(), fill.target.stride()): fill for fill in fills}.values())
     unique.sort(key=lambda fill: -fill.nbytes)
+    # They are written by address, which autograd and whoever goes by the counter would not see.
+    increment_version([fill.target for fill in unique])
     threads = min(THREADS, len(os.sched_getaffinity(0)), len(unique))
     if threads <= 1:
         return _read_lot(unique, advance)

@@ -4,13 +4,14 @@
     begin   copy at once what may change before the next optimizer step, leave the rest to the saving thread
     ready   wait for that thread's copy, no longer; hashing and sealing go on behind
 
-The first saves hash at once what is copied later: a tensor that something else than an optimizer changed meanwhile is named, the snapshot is
-not sealed, and that tensor is copied at once from then on.
+The first saves hash at once what is copied later, and again when the copy is there and at the gate (`ready`): a tensor that something else than
+an optimizer changed meanwhile is named and copied at once from then on; a snapshot that it got into is not sealed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
 import threading
 import time
@@ -18,21 +19,24 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
-import torch
 
-from easyckpt import gate, layout, retain, shm, snapshot
-from easyckpt.cuda import Lane, word_sum
-from easyckpt.digest import TensorDigest
+from easyckpt import layout, memory, retain, shm
+from easyckpt.cuda import Lane
 from easyckpt.errors import NotReady, Pinned, SaveFailed
 from easyckpt.events import Event, Events, Kind
 from easyckpt.layout import SegmentHeader, SegmentName, TensorEntry, Version
+from easyckpt.proof import Proof, prove
 from easyckpt.retain import SlotState
 from easyckpt.shm import Segment
 from easyckpt.slot import Slot
-from easyckpt.snapshot import Capture, Copy, Leaf
+from easyckpt.snapshot import Copy, Leaf, Small
+from easyckpt.sorting import Sorter
+from easyckpt.walk import Capture
 from easyckpt.writeprotect import Shield
 
 PROVED_SAVES = 2
+CLONED_BYTES = 256 << 20
+"""Of what must be copied from devices at once: so much is cloned there, which nobody waits for; there may be no room for more."""
 LOOK_SECONDS = 0.5
 
 
@@ -50,13 +54,11 @@ class Job(msgspec.Struct, kw_only=True):
     guarded: list[Leaf]
     """Write-protected, and copied by the helper of the protection."""
     kept: list[Leaf]
-    """What the slot still holds from an earlier save: frozen parameters, to be hashed only."""
-    expected: dict[str, TensorDigest]
-    """Digests that must come out: of what is kept, and in the first saves of what is copied later, at the moment of the save."""
+    """What the slot still holds from an earlier save, to be hashed only."""
+    proofs: list[Proof]
+    """In the first saves, of what is copied later."""
     lane: Lane | None
     """The way from devices, where there are some."""
-    sums: dict[str, tuple[torch.Tensor, torch.Tensor]]
-    """In the first saves, of what is copied later from a device: the tensor, and the sum of its bits at the moment of the save."""
     copied: threading.Event
     """Set when everything may change again."""
     started: float
@@ -89,7 +91,13 @@ class Saver:
         self._on_failed = on_failed
         names = [msgspec.structs.replace(name, slot=slot) for slot in range(slots)]
         self._slots = [Slot(folder / str(one)) for one in names]
-        self._restless: set[str] = set()
+        self._sorter = Sorter(overlap=overlap)
+        self._targets: dict[Path, tuple[Sequence[Small], int, list[memoryview]]] = {}
+        """By slot, for the small tensors of a capture and the slot's address: where they go."""
+        self._proofs: list[Proof] = []
+        """Of the save before, until the gate."""
+        self._last: Version = (0, 0)
+        """That save's."""
         self._room: tuple[tuple[TensorEntry, ...] | None, int, int] = (None, 0, 0)
         self._begun = 0
         self._job: Job | None = None
@@ -142,7 +150,7 @@ class Saver:
 
     def begin(self, header: SegmentHeader, slot: Slot, captured: Capture, started: float) -> None:
         self._must_work()
-        now, later, kept = self._split(captured, slot)
+        now, later, kept = self._sorter.sort(captured, slot.written)
         guarded = self._shield.take(slot, now + later) if self._shield is not None else []
         if self._shield is not None:
             # Whatever the protection left may change as soon as this returns.
@@ -152,21 +160,17 @@ class Saver:
         devices = {leaf.tensor.device for leaf in now + later if not leaf.address and leaf.tensor.is_cuda}
         if devices and self._overlap:
             # What has to be copied at once is cloned in the order of the training stream, so the host waits for nothing.
-            later += [Leaf(leaf.entry, leaf.tensor.detach().clone()) for leaf in now if leaf.tensor.is_cuda]
-            now = [leaf for leaf in now if not leaf.tensor.is_cuda]
-        proved = later if self._begun < PROVED_SAVES else []
+            cloned = _few([leaf for leaf in now if leaf.tensor.is_cuda])
+            later += [Leaf(leaf.entry, leaf.tensor.detach().clone()) for leaf in cloned.values()]
+            now = [leaf for leaf in now if leaf.entry.name not in cloned]
         # Before the way is opened: it waits for what the training stream was given until then.
-        sums = {leaf.entry.name: (leaf.tensor, word_sum(leaf.tensor)) for leaf in proved if leaf.tensor.is_cuda}
+        self._proofs = [prove(leaf) for leaf in later] if self._begun < PROVED_SAVES else []
+        self._last = header.version
         lane = Lane(sorted(devices, key=str)) if devices else None
         copy = Copy(slot.view(), lane)
-        copy.copy_small(captured.small)
+        copy.copy_small(captured.small, self._targets_of(slot, captured.small))
         copy.copy_only(now)
         copy.finish()
-        expected = {
-            leaf.entry.name: TensorDigest(slot.written[leaf.entry.name].digest, slot.written[leaf.entry.name].parts)
-            for leaf in kept
-        }
-        expected |= {leaf.entry.name: snapshot.source_digest(leaf.tensor) for leaf in proved if not leaf.tensor.is_cuda}
         self._begun += 1
         copied = threading.Event()
         if not later:
@@ -178,9 +182,8 @@ class Saver:
             later=later,
             guarded=guarded,
             kept=kept,
-            expected=expected,
+            proofs=self._proofs,
             lane=lane,
-            sums=sums,
             copied=copied,
             started=started,
         )
@@ -189,19 +192,23 @@ class Saver:
 
     def ready(self, timeout_seconds: float) -> None:
         job = self._job
-        if job is None or job.copied.is_set():
-            return
-        started = time.monotonic()
-        job.copy.hurry = True
-        if not job.copied.wait(timeout_seconds):
-            step = job.header.step
-            raise NotReady(
-                f"the copy of step {step} is not done after {timeout_seconds} s: do not change the state yet"
-            )
-        self._tell("save_waited", job.header.version, seconds=time.monotonic() - started)
+        if job is not None and not job.copied.is_set():
+            started = time.monotonic()
+            job.copy.hurry = True
+            if not job.copied.wait(timeout_seconds):
+                step = job.header.step
+                raise NotReady(
+                    f"the copy of step {step} is not done after {timeout_seconds} s: do not change the state yet"
+                )
+            self._tell("save_waited", job.header.version, seconds=time.monotonic() - started)
+        proofs, self._proofs = self._proofs, []
+        # What changed although nothing but an optimizer was to change it would get into a snapshot sooner or later.
+        if proofs and (moved := self._sorter.moved(one.name for one in proofs if not one.holds())):
+            text = f"something else than an optimizer changed {moved} after the save and before ready()"
+            self._tell("tensor_moved", self._last, text=f"{text}; copied at once from now on")
 
     def settle(self, timeout_seconds: float) -> None:
-        """Until no save is on its way."""
+        """Until no save is on its way: everything may change, and what changes from now on proves nothing."""
         job = self._job
         if job is not None:
             job.copy.hurry = True
@@ -211,6 +218,7 @@ class Saver:
             if time.monotonic() < give_up_at:
                 continue
             raise NotReady(f"the save before is not sealed after {timeout_seconds:.0f} s")
+        self._proofs = []
 
     def close(self, timeout_seconds: float) -> None:
         with contextlib.suppress(queue.Full):  # a thread that does not take its job does not end either
@@ -257,26 +265,12 @@ class Saver:
         found = shm.slot_states(self._folder, self._name.member)
         return [states for rank, states in found.items() if rank != self._name.rank]
 
-    def _split(self, captured: Capture, slot: Slot) -> tuple[list[Leaf], list[Leaf], list[Leaf]]:
-        """Of the large tensors: what has to be copied now, what only an optimizer's step will change, and what is in the slot already."""
-        governed = gate.Governed() if self._overlap or captured.frozen else None
-        now: list[Leaf] = []
-        later: list[Leaf] = []
-        kept: list[Leaf] = []
-        for leaf in captured.leaves:
-            entry = leaf.entry
-            if entry.nbytes <= snapshot.SMALL_BYTES or entry.name in self._restless:
-                now.append(leaf)
-                continue
-            is_governed = governed is not None and governed.holds(leaf.tensor, leaf.address)
-            is_frozen = entry.name in captured.frozen and not is_governed
-            if is_frozen and _is_there(slot, entry):
-                kept.append(leaf.held())
-            elif self._overlap and (is_governed or is_frozen):
-                later.append(leaf.held())
-            else:
-                now.append(leaf)
-        return now, later, kept
+    def _targets_of(self, slot: Slot, small: Sequence[Small]) -> list[memoryview]:
+        known, address = self._targets.get(slot.path), slot.data_address
+        if known is None or known[0] is not small or known[1] != address:
+            found = [memory.block_at(address + one.at, len(one.block)) for one in small]
+            known = self._targets[slot.path] = (small, address, found)
+        return known[2]
 
     def _tell_exposed(self, held: list[Version], going: Version | None) -> None:
         """While a slot is copied away, the newest step is overwritten in the other: until the seal, memory falls back further than one step."""
@@ -299,6 +293,8 @@ class Saver:
                     self._job = None
                 self.prepare(header)
             except BaseException as error:  # noqa: BLE001 - whatever it was, the trainer hears of it on its next call
+                if isinstance(job, Job):
+                    job.slot.written = {}  # it may hold half of both
                 self._on_failed(error)
                 # The failure is kept by now: one in telling it must not end the thread, which later saves wait for.
                 with contextlib.suppress(Exception):
@@ -311,7 +307,7 @@ class Saver:
 
     def _finish(self, job: Job) -> None:
         job.copy.copy(job.later)
-        moved = _moved_on_devices(job)
+        moved = [one.name for one in job.proofs if job.lane is not None and not one.holds_in(job.lane)]
         job.copied.set()
         if self._shield is not None and job.guarded:
             self._shield.finish()
@@ -319,6 +315,13 @@ class Saver:
         job.copy.keep(job.kept)
         job.copy.hash_rest()
         self._name_moved(job, moved)
+        if changed := [leaf.entry.name for leaf in job.kept if not self._is_kept(job, leaf)]:
+            self._sorter.moved(changed)
+            text = f"{changed} had stayed the same for some saves and changed in this one before that was proven; copied at once from now on"
+            self._skip(job.header, text)
+            job.slot.written = {}
+            return
+        self._sorter.saved(job.copy.digests)
         header = layout.with_digests(job.header, job.copy.digests)
         job.slot.seal(header)
         seconds = time.monotonic() - job.started
@@ -328,27 +331,26 @@ class Saver:
             self._shield.settle(job.guarded)
 
     def _name_moved(self, job: Job, on_devices: list[str]) -> None:
-        moved = on_devices + [name for name, digest in job.expected.items() if job.copy.digests[name] != digest]
-        if moved:
-            self._restless.update(moved)
+        found = job.copy.digests
+        copied = [one.name for one in job.proofs if one.digest is not None and found[one.name] != one.digest]
+        kept = [leaf for leaf in job.kept if not self._is_kept(job, leaf) and not self._sorter.has_changed(leaf)]
+        if moved := on_devices + copied + [leaf.entry.name for leaf in kept]:
+            self._sorter.moved(moved)
             text = f"something else than an optimizer changed {moved} while it was copied"
             self._tell("tensor_moved", job.header.version, text=f"{text}; copied at once from now on")
             raise SaveFailed(f"step {job.header.step} was not saved: {text}. Call ready() before changing the state so")
+
+    def _is_kept(self, job: Job, leaf: Leaf) -> bool:
+        """Whether a tensor that was not copied is what the slot holds."""
+        held = job.slot.written[leaf.entry.name]
+        return job.copy.digests[leaf.entry.name] == (held.digest, held.parts)
 
     def _tell(self, kind: Kind, version: Version, **fields: str | float) -> None:
         lineage, step = version
         self._events.emit(msgspec.convert({"kind": kind, "lineage": lineage, "step": step, **fields}, Event))
 
 
-def _moved_on_devices(job: Job) -> list[str]:
-    """Names of tensors whose bits are not what they were at the save. Before the optimizer may go on."""
-    lane = job.lane
-    if lane is None:
-        return []
-    return [name for name, (one, at_save) in job.sums.items() if lane.sum_of(one) != lane.number(at_save)]
-
-
-def _is_there(slot: Slot, entry: TensorEntry) -> bool:
-    """Whether the slot holds bytes for just this tensor from an earlier save of this process."""
-    held = slot.written.get(entry.name)
-    return held is not None and (held.offsets, held.dtype, held.shape) == (entry.offsets, entry.dtype, entry.shape)
+def _few(leaves: Sequence[Leaf]) -> dict[str, Leaf]:
+    """The first of them that are no more than CLONED_BYTES together, by name."""
+    ends = itertools.accumulate(leaf.entry.nbytes for leaf in leaves)
+    return {leaf.entry.name: leaf for leaf, end in zip(leaves, ends, strict=True) if end <= CLONED_BYTES}

@@ -1,5 +1,6 @@
-"""Segments made without torch, and a folder of memory for each test."""
+"""A folder of memory for each test, segments made in it without torch, and checkpointers that are closed at the end."""
 
+import contextlib
 import os
 import shutil
 import uuid
@@ -8,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from easyckpt import layout, memory
+from easyckpt import Checkpointer, layout, memory
 from easyckpt.digest import digest_tensor
+from easyckpt.errors import SaveFailed
 from easyckpt.layout import SegmentHeader, SegmentName, TensorEntry
 from easyckpt.slot import Slot
 
@@ -57,3 +59,18 @@ def make_segment(folder: Path) -> MakeSegment:
 
     assert memory.address_of(memoryview(b"x"))
     return make
+
+
+@pytest.fixture
+def engine(folder: Path) -> Iterator[Callable[..., Checkpointer]]:
+    """Makes checkpointers in the test's folder."""
+    made: list[Checkpointer] = []
+
+    def make(storage: str | os.PathLike[str] | None = None, **options) -> Checkpointer:
+        made.append(Checkpointer(storage, **{"folder": folder, **options}))
+        return made[-1]
+
+    yield make
+    for one in made:
+        with contextlib.suppress(SaveFailed):  # the tests that break something look at it themselves
+            one.close()

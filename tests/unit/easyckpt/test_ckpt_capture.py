@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from easyckpt import snapshot
+from easyckpt import snapshot, walk
 from easyckpt.errors import Unsupported
 
 
@@ -87,18 +87,18 @@ def told(captured):
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_any_change_is_seen_as_if_for_the_first_time(change):
     state = make_state()
-    before = snapshot.capture(state)
+    before = walk.capture(state)
     change(state)
-    assert told(snapshot.capture(state, before)) == told(snapshot.capture(state))
+    assert told(walk.capture(state, before)) == told(walk.capture(state))
 
 
 def test_new_values_in_the_same_memory_change_no_entry():
     """What is placed once stays placed: the header needs no new room and the slot no new file."""
     state = make_state()
-    before = snapshot.capture(state)
+    before = walk.capture(state)
     state["square"].add_(1)
     state["nested"][2] = "other text"
-    again = snapshot.capture(state, before)
+    again = walk.capture(state, before)
     assert again.entries is before.entries
     assert again.extra["nested"][2] == "other text"
     assert again.tensors[0].data_ptr() == before.tensors[0].data_ptr()
@@ -106,10 +106,10 @@ def test_new_values_in_the_same_memory_change_no_entry():
 
 def test_a_tensor_that_became_sparse_is_refused_by_name():
     state = make_state()
-    before = snapshot.capture(state)
+    before = walk.capture(state)
     state["square"] = state["tied"] = state["square"].to_sparse()
     with pytest.raises(Unsupported, match="square"):
-        snapshot.capture(state, before)
+        walk.capture(state, before)
 
 
 def test_small_tensors_keep_their_bytes_whatever_holds_them():
@@ -122,10 +122,10 @@ def test_small_tensors_keep_their_bytes_whatever_holds_them():
         def load_state_dict(self, state):
             pass
 
-    captured = snapshot.capture({"maker": Maker()})
+    captured = walk.capture({"maker": Maker()})
     block = memoryview(bytearray(400))
     copy = snapshot.Copy(block)
-    copy.copy_small(captured.small)
+    copy.copy_small(captured.small, [block])
     copy.hash_rest()
     assert torch.frombuffer(block, dtype=torch.float32).tolist() == list(range(100))
     assert copy.digests["maker/made"] == snapshot.source_digest(torch.arange(100.0))

@@ -1,6 +1,5 @@
 """Saving off the training thread, and restoring from the nearest good copy."""
 
-import contextlib
 import os
 import signal
 import threading
@@ -56,20 +55,6 @@ def wait_for(condition, seconds=30.0):
     while not condition():
         assert time.monotonic() < give_up_at
         time.sleep(0.005)
-
-
-@pytest.fixture
-def engine(folder):
-    made = []
-
-    def make(storage=None, **fields):
-        made.append(Checkpointer(storage, **{"folder": folder, **fields}))
-        return made[-1]
-
-    yield make
-    for one in made:
-        with contextlib.suppress(SaveFailed):  # the tests that break a flush look at it themselves
-            one.close()
 
 
 def test_the_optimizer_waits_for_the_copy_and_nothing_else_does(engine, monkeypatch):
@@ -155,6 +140,42 @@ def test_a_tensor_that_something_else_changed_is_named_and_copied_at_once_from_t
         model[0].weight.mul_(2)
     checkpointer.wait()
     assert torch.equal(checkpointer.load()[1]["model"]["0.weight"], want)
+
+
+def test_a_change_after_the_copy_and_before_the_step_is_named_at_the_gate(engine):
+    """The snapshot is good; the habit would tear one sooner or later, so the tensor is copied at once from then on."""
+    model, optimizer = trained()
+    checkpointer = engine()
+    state = {"model": model, "optimizer": optimizer}
+    heard = model[0].weight.clone()
+    checkpointer.save(1, state)
+    wait_for(lambda: checkpointer.newest is not None)
+    model[0].weight.data.mul_(2)
+    backward(model)
+    optimizer.step()
+    assert checkpointer.events.counts["tensor_moved"] == 1
+    assert torch.equal(checkpointer.load()[1]["model"]["0.weight"], heard)
+    with torch.no_grad():
+        want = model[0].weight.clone()
+        checkpointer.save(2, state)
+        model[0].weight.mul_(2)
+    checkpointer.wait()
+    assert torch.equal(checkpointer.load()[1]["model"]["0.weight"], want)
+
+
+def test_the_gate_proves_nothing_about_what_may_change(engine):
+    """After `wait`, `ready` or a restore the state is the user's: changes are no fault, and no save is slower for them."""
+    model, optimizer = trained()
+    checkpointer = engine()
+    state = {"model": model, "optimizer": optimizer}
+    for step, let_go in enumerate((checkpointer.wait, checkpointer.ready), 1):
+        checkpointer.save(step, state)
+        let_go()
+        with torch.no_grad():
+            model[0].weight.mul_(2)
+        backward(model)
+        optimizer.step()
+    assert checkpointer.events.counts["tensor_moved"] == 0
 
 
 def test_copy_mode_returns_when_everything_may_change(engine, monkeypatch):

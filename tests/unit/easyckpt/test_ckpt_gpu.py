@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from easyckpt import Checkpointer, RandomState, shm, snapshot
+from easyckpt import RandomState, shm, snapshot
 from easyckpt.errors import SaveFailed
 from easyckpt.layout import DTYPES
 
@@ -16,19 +16,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 MODES = ["overlap", "copy", "protect"]
 LONG_CYCLES = 400_000_000
 """Of the device's clock: some tenths of a second in which the training stream is busy."""
-
-
-@pytest.fixture
-def engine(folder):
-    made = []
-
-    def make(storage=None, **fields):
-        made.append(Checkpointer(storage, **{"folder": folder, **fields}))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
 
 
 def build(width=2000):

@@ -1,7 +1,7 @@
 """Saving by write protection: everything may change the moment `save` returns, and nobody is ever left waiting."""
 
-import contextlib
 import ctypes
+import functools
 import itertools
 import os
 import signal
@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from easyckpt import Checkpointer, shm, userfault, writeprotect_guard
+from easyckpt import shm, userfault, writeprotect_guard
 from easyckpt.errors import Refused, SaveFailed
 from easyckpt.writeprotect import is_within, private_memory
 from easyckpt.writeprotect_guard import Guard, Region
@@ -32,17 +32,8 @@ LARGE = 600_000  # floats: more than a mebibyte, and no whole number of pages
 
 
 @pytest.fixture
-def engine(folder):
-    made = []
-
-    def make(storage=None, **fields):
-        made.append(Checkpointer(storage, **{"folder": folder, "mode": "protect", **fields}))
-        return made[-1]
-
-    yield make
-    for one in made:
-        with contextlib.suppress(SaveFailed):
-            one.close()
+def engine(engine):
+    return functools.partial(engine, mode="protect")
 
 
 def filled(value):
