@@ -15,10 +15,11 @@ from pathlib import Path
 from easyckpt import digest, manifest, retain, shm
 from easyckpt.claims import Claim, Claims
 from easyckpt.digest import StreamCheck
-from easyckpt.errors import AlreadyFlushed, BeingFlushed, EasyckptError, Torn, Unsealed
+from easyckpt.errors import AlreadyFlushed, BeingFlushed, Corrupt, EasyckptError, Torn, Unsealed
 from easyckpt.events import Event, Events, Kind
 from easyckpt.layout import Rewind, Version
 from easyckpt.manifest import Manifest, Shard
+from easyckpt.scrub import Scrubber
 from easyckpt.shm import Mappings, Segment
 from easyckpt.storage import Storage, list_manifests, open_storage, read_manifests, shard_header
 
@@ -78,6 +79,24 @@ def newest_to_flush(
     return None
 
 
+class Passed:
+    """Steps of which a flush found a segment damaged: an older one goes to storage in their place."""
+
+    def __init__(self) -> None:
+        self._openings: set[tuple[Path, bytes]] = set()
+
+    def add(self, segments: Sequence[Segment], scrubber: Scrubber | None) -> None:
+        """All ranks of a step, of which at least one is damaged; the scrubber finds out which."""
+        self._openings.update((segment.path, segment.opening) for segment in segments)
+        if scrubber is not None:
+            scrubber.suspect(segments)
+
+    def without(self, segments: Sequence[Segment]) -> list[Segment]:
+        """Those that may be flushed; what is not there any more is forgotten."""
+        self._openings &= {(segment.path, segment.opening) for segment in segments}
+        return [segment for segment in segments if (segment.path, segment.opening) not in self._openings]
+
+
 class Flusher:
     """Flushes what is newest in a folder and keeps the storage within its bounds. Used by one thread or process."""
 
@@ -90,7 +109,9 @@ class Flusher:
         keep: int = 3,
         keep_every: int | None = None,
         events: Events | None = None,
+        scrubber: Scrubber | None = None,
     ) -> None:
+        """`scrubber`: who watches the same folder; it hears what a flush proved, and what it found damaged."""
         self._folder = folder
         self._storage = open_storage(storage)
         self._role = role
@@ -100,13 +121,20 @@ class Flusher:
         self._flushed: set[Version] | None = None
         self._claims = Claims()
         self._mappings = Mappings()
+        self._scrubber = scrubber
+        self._damaged = Passed()
 
     def flush_newest(self, *, marked_only: bool = True) -> Manifest | None:
-        """One step, if there is one to flush (marked for it, or any). Raises what went wrong after saying so as an event."""
+        """One step, if there is one to flush (marked for it, or any). Raises what went wrong after saying so as an event.
+
+        After Corrupt that step is passed over: the next call takes the newest one but that.
+        """
         self._mappings.tidy()
-        if self._flushed is None:
-            self._flushed = {record.version for record in list_manifests(self._storage, self._role)}
-        chosen = self._choose(list(self._flushed), marked_only=marked_only)
+        try:
+            chosen = self._next(marked_only=marked_only)
+        except (EasyckptError, OSError) as error:
+            self._tell_failure(f"storage cannot be read: {error}. Memory holds what is newest, and it is tried again")
+            raise
         if chosen is None:
             return None
         lineage, step = chosen[0].header.version
@@ -114,13 +142,18 @@ class Flusher:
         try:
             record = self._write(chosen)
         except AlreadyFlushed:
-            self._flushed.add((lineage, step))
+            self._flushed = {*(self._flushed or ()), (lineage, step)}
             return None
         except (Torn, BeingFlushed):
             return None  # overwritten or removed meanwhile, or in other hands: the next call sees what became of it
         except (EasyckptError, OSError) as error:
-            self._events.emit(Event(kind="flush_failed", text=str(error), lineage=lineage, step=step, tier="storage"))
+            if isinstance(error, Corrupt):
+                self._damaged.add(chosen, self._scrubber)
+            self._tell_failure(str(error), (lineage, step))
             raise
+        if self._scrubber is not None:
+            for segment in chosen:
+                self._scrubber.note_proven(segment)
         if record is not None:
             self._note(record, "flush_committed", seconds=time.monotonic() - started)
             self.tidy()
@@ -131,12 +164,24 @@ class Flusher:
         """Whether others have to do their part before a step is whole on storage."""
         return False
 
+    def _next(self, *, marked_only: bool) -> list[Segment] | None:
+        if self._flushed is None:
+            self._flushed = {record.version for record in list_manifests(self._storage, self._role)}
+        return self._choose(list(self._flushed), marked_only=marked_only)
+
     def _choose(self, flushed: Sequence[Version], *, marked_only: bool) -> list[Segment] | None:
-        return newest_to_flush(shm.scan(self._folder), self._role, flushed, marked_only=marked_only)
+        return newest_to_flush(self._held(), self._role, flushed, marked_only=marked_only)
+
+    def _held(self) -> list[Segment]:
+        return self._damaged.without(shm.scan(self._folder))
 
     def _write(self, chosen: list[Segment]) -> Manifest | None:
         """None where it is not committed yet."""
         return flush_segment(chosen, self._storage, claims=self._claims, mappings=self._mappings)
+
+    def _tell_failure(self, text: str, version: Version = (0, 0)) -> None:
+        lineage, step = version
+        self._events.emit(Event(kind="flush_failed", text=text, lineage=lineage, step=step, tier="storage"))
 
     def _note(self, record: Manifest, kind: Kind, *, seconds: float = 0.0) -> None:
         """It is on storage: remember and tell."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-from easyckpt import parts
+from easyckpt import parts, shm
 from easyckpt.errors import NotReady, StorageError
 from easyckpt.events import Event, Events, Kind
 from easyckpt.interval import Pace
@@ -37,6 +38,7 @@ class Flusher:
         if settings.here is not None:
             parts.forget(open_storage(settings.storage), settings.role, settings.member, ranks)
         self.sidecar = Sidecar(settings, self._hear)
+        self._settings = settings
         self._changed = changed
         self._events = events
         self._pace = pace
@@ -68,11 +70,24 @@ class Flusher:
                     self._wake()
 
     def close(self, seconds: float) -> bool:
-        """Let the helper bring the last one and end; False when it goes on by itself after that time."""
-        done = self.sidecar.close(seconds)
+        """Let the helper bring the last one, free what is on storage, and end; False when it goes on by itself after that time, or died."""
+        give_up_at = time.monotonic() + seconds
+        done = False
+        for _ in range(2):  # the second time where the helper had died, which only the first tells
+            if self._is_in_memory():
+                self.sidecar.start()  # also where nothing was marked as yet
+            done = self.sidecar.close(max(0.0, give_up_at - time.monotonic()))
+            if done or self.sidecar.pid is not None:
+                break
         if not done:
-            self._say("housekeeping_failed", self._wanted, text=f"the flush goes on in process {self.sidecar.pid}")
+            pid = self.sidecar.pid
+            text = f"the flush goes on in process {pid}" if pid is not None else "the flushing helper died"
+            self._say("housekeeping_failed", self._wanted, text=f"{text}; memory holds the newest step")
         return done
+
+    def _is_in_memory(self) -> bool:
+        names = shm.segment_names(Path(self._settings.folder))
+        return any(name.member == self._settings.member and not name.peer for name in names)
 
     def _is_done(self) -> bool:
         return self._wanted is None or (self._flushed is not None and self._flushed >= self._wanted)

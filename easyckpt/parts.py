@@ -13,13 +13,14 @@ from pathlib import Path
 
 import msgspec
 
-from easyckpt import manifest, shm
+from easyckpt import manifest
 from easyckpt.claims import Claims
 from easyckpt.errors import AlreadyFlushed, EasyckptError
 from easyckpt.events import Events
 from easyckpt.flush import PIN_SECONDS, Flusher, opened, write_shard
 from easyckpt.layout import SegmentHeader, Version
 from easyckpt.manifest import Manifest, Shard
+from easyckpt.scrub import Scrubber
 from easyckpt.shm import Mappings, Segment
 from easyckpt.storage import Storage
 
@@ -37,9 +38,10 @@ class PartFlusher(Flusher):
         keep: int = 3,
         keep_every: int | None = None,
         events: Events | None = None,
+        scrubber: Scrubber | None = None,
     ) -> None:
         """`here`: ranks of the member on this node."""
-        super().__init__(folder, storage, role=role, keep=keep, keep_every=keep_every, events=events)
+        super().__init__(folder, storage, role=role, keep=keep, keep_every=keep_every, events=events, scrubber=scrubber)
         self._here = here
         self._waiting: dict[Version, SegmentHeader] = {}
         """Steps of which this node's part is durable, and others' are not yet."""
@@ -51,7 +53,7 @@ class PartFlusher(Flusher):
     def _choose(self, flushed: Sequence[Version], *, marked_only: bool) -> list[Segment] | None:
         self._look_again()
         done = [*flushed, *(self._flushed or ()), *self._waiting]
-        return newest_part(shm.scan(self._folder), self._role, done, here=self._here, marked_only=marked_only)
+        return newest_part(self._held(), self._role, done, here=self._here, marked_only=marked_only)
 
     def _write(self, chosen: list[Segment]) -> Manifest | None:
         record = flush_part(chosen, self._storage, self._claims, self._mappings)

@@ -1,7 +1,7 @@
 """The engine's own helper process where no agent is: it flushes what the trainer seals, at low priority, and outlives the trainer's death.
 
 The trainer writes a word a line to its standard input ("sealed", "close"); it answers with events as JSON lines. When the trainer is gone,
-however it went, the newest whole step is flushed, then it ends. It holds no torch, so a flush takes no memory and no lock of the trainer's.
+however it went, the newest whole step is flushed, then it ends. While nothing is to be flushed it reads the memory again (see `scrub`). It holds no torch, so a flush takes no memory and no lock of the trainer's.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from easyckpt import shm
-from easyckpt.errors import EasyckptError
+from easyckpt.errors import Corrupt, EasyckptError
 from easyckpt.events import Event, Events, Listener
 from easyckpt.flush import Flusher
+from easyckpt.layout import Version
 from easyckpt.parts import PartFlusher
+from easyckpt.scrub import Damage, Scrubber
+from easyckpt.storage import list_manifests
 
 NICENESS = 10
 IDLE_SECONDS = 30.0
@@ -97,23 +101,26 @@ class Sidecar:
             text = f"the flushing helper cannot be started: {error}. Memory holds the newest step and training goes on"
             self._listener(Event(kind="flush_failed", text=text, tier="storage"))
             return False
+        if self._process.stdin is not None:
+            os.set_blocking(self._process.stdin.fileno(), False)
         self._reader = threading.Thread(target=self._read, args=(self._process,), name="easyckpt-events", daemon=True)
         self._reader.start()
         return True
 
     def tell(self, word: str) -> bool:
-        """False when the helper is gone."""
+        """False when the helper is gone. One that is stopped, with a full pipe, has words enough for when it goes on: nobody waits for it."""
         if self._process is None or self._process.stdin is None:
             return False
         try:
-            self._process.stdin.write(word.encode() + b"\n")
-            self._process.stdin.flush()
+            os.write(self._process.stdin.fileno(), word.encode() + b"\n")
+        except BlockingIOError:
+            return True
         except (BrokenPipeError, ValueError):
             return False
         return True
 
     def close(self, timeout_seconds: float) -> bool:
-        """Lets it finish and end; False if it is still at it, which it then finishes alone."""
+        """Lets it finish and end; False if it is still at it, which it then finishes alone (it keeps its `pid`), or died."""
         process = self._process
         if process is None:
             return True
@@ -126,7 +133,7 @@ class Sidecar:
         except subprocess.TimeoutExpired:
             return False
         self._release()
-        return True
+        return process.returncode == 0
 
     def _release(self) -> None:
         """Closes the pipes of a helper that has ended, after its last words were read."""
@@ -146,7 +153,9 @@ class Sidecar:
             return
         with contextlib.suppress(ValueError):  # closed under us at the end
             for line in out:
-                self._listener(msgspec.json.decode(line, type=Event))
+                # What a library printed is no word of the helper's, and must not end the reading of what follows.
+                with contextlib.suppress(msgspec.MsgspecError):
+                    self._listener(msgspec.json.decode(line, type=Event))
 
 
 def run(settings: Settings) -> None:
@@ -154,31 +163,34 @@ def run(settings: Settings) -> None:
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     events = Events(_tell_trainer)
-    flusher = _make_flusher(settings, events)
+    scrubber = Scrubber(Path(settings.folder), lambda damage: events.emit(_damaged(damage)))
+    flusher = _make_flusher(settings, events, scrubber)
     _look_around(Path(settings.folder), events)
+    scrubber.start()
     closing = False
     for word in _words(settings.parent, lambda: AGAIN_SECONDS if flusher.is_waiting else IDLE_SECONDS):
         closing = word == "close"
-        if _flush_all(flusher) and flusher.newest is not None and word:
+        if _flush_all(flusher, scrubber) and flusher.newest is not None and word:
             # Another writer may have been faster: the trainer hears what is there, whoever brought it.
             lineage, step = flusher.newest
             events.emit(Event(kind="flush_found", lineage=lineage, step=step, tier="storage"))
     # Whatever the interval: the newest state must not depend on this node's memory any longer.
-    done = _flush_all(flusher, marked_only=False)
+    _flush_all(flusher, scrubber, marked_only=False)
     give_up_at = time.monotonic() + OTHERS_SECONDS
     while flusher.is_waiting and time.monotonic() < give_up_at:
         time.sleep(AGAIN_SECONDS)
-        done = _flush_all(flusher, marked_only=False)
-    if done and closing and not flusher.is_waiting:
-        _remove_own(Path(settings.folder), settings.member)
+        _flush_all(flusher, scrubber, marked_only=False)
+    scrubber.close()
+    if closing:
+        _remove_own(settings, events)
 
 
-def _make_flusher(settings: Settings, events: Events) -> Flusher:
+def _make_flusher(settings: Settings, events: Events, scrubber: Scrubber) -> Flusher:
     folder, storage, role = Path(settings.folder), settings.storage, settings.role
-    keep, keep_every = settings.keep, settings.keep_every
-    if settings.here is None:
-        return Flusher(folder, storage, role=role, keep=keep, keep_every=keep_every, events=events)
-    return PartFlusher(folder, storage, here=settings.here, role=role, keep=keep, keep_every=keep_every, events=events)
+    make = Flusher if settings.here is None else partial(PartFlusher, here=settings.here)
+    return make(
+        folder, storage, role=role, keep=settings.keep, keep_every=settings.keep_every, events=events, scrubber=scrubber
+    )
 
 
 def _look_around(folder: Path, events: Events) -> None:
@@ -193,14 +205,18 @@ def _look_around(folder: Path, events: Events) -> None:
         events.emit(Event(kind="strangers_found", text=text, tier="shm"))
 
 
-def _flush_all(flusher: Flusher, *, marked_only: bool = True) -> bool:
+def _flush_all(flusher: Flusher, scrubber: Scrubber, *, marked_only: bool = True) -> bool:
     """All there is now. False after a failure, which was told as an event; the next word tries again."""
-    try:
-        while flusher.flush_newest(marked_only=marked_only) is not None:
-            pass
-    except (EasyckptError, OSError):
-        return False
-    return True
+    good = True
+    with scrubber.resting():
+        while True:
+            try:
+                if flusher.flush_newest(marked_only=marked_only) is None:
+                    return good
+            except Corrupt:
+                good = False  # that step is passed over: an older one is better than none
+            except (EasyckptError, OSError):
+                return False
 
 
 def _words(parent: int, patience_seconds: Callable[[], float]) -> Iterator[str]:
@@ -225,14 +241,40 @@ def _words(parent: int, patience_seconds: Callable[[], float]) -> Iterator[str]:
             yield ""  # now and then by itself: a failed flush is tried again, an older one adopted
 
 
-def _remove_own(folder: Path, member: str) -> None:
-    """At a clean end no memory stays behind."""
+def _remove_own(settings: Settings, events: Events) -> None:
+    """At a clean end no memory stays behind that is on storage, whoever brought it there and whoever sealed it."""
+    folder = Path(settings.folder)
+    try:
+        stored = [record.version for record in list_manifests(settings.storage, settings.role)]
+    except (EasyckptError, OSError):
+        stored = []  # then nothing goes
+    staying = []
     for name in shm.segment_names(folder):
-        if name.member == member and not name.peer:
+        if name.member != settings.member or name.peer:
+            continue
+        version = shm.peek(folder / str(name))
+        if may_be_removed(version, stored, is_being_written=shm.living_writer(folder, name.stem) is not None):
             with contextlib.suppress(FileNotFoundError):
                 (folder / str(name)).unlink()
+        elif version is not None:
+            staying.append(f"{name} (step {version[1]})")
+    if staying:
+        text = f"storage has nothing as new as {', '.join(staying)} in {folder}: they stay in memory"
+        events.emit(Event(kind="housekeeping_failed", text=text, tier="shm"))
     with contextlib.suppress(OSError):
         folder.rmdir()
+
+
+def may_be_removed(version: Version | None, stored: Collection[Version], *, is_being_written: bool) -> bool:
+    """Whether a segment may go at a clean end: storage has it or a newer one; one that is not sealed, when nobody writes it."""
+    if version is None:
+        return not is_being_written
+    return bool(stored) and version <= max(stored)
+
+
+def _damaged(damage: Damage) -> Event:
+    lineage, step = damage.version
+    return Event(kind="segment_damaged", text=damage.text, lineage=lineage, step=step, tier=damage.tier)
 
 
 def _tell_trainer(event: Event) -> None:

@@ -16,7 +16,7 @@ from easyckpt.errors import AlreadyFlushed, BadSegment
 from easyckpt.flush import flush_segment, newest_to_flush
 from easyckpt.layout import Rewind, Version, is_dead
 from easyckpt.manifest import Manifest
-from easyckpt.shm import Segment
+from easyckpt.shm import Mappings, Segment
 from easyckpt.storage import Storage, list_manifests, open_storage
 
 
@@ -27,11 +27,12 @@ def take_over(
     *,
     newest: Version | None = None,
     claims: Claims | None = None,
+    mappings: Mappings | None = None,
 ) -> list[Manifest]:
     """Brings what `folder` holds of these members to storage, one checkpoint a role, where storage has none as new; what was committed here.
 
     `newest` is the newest committed version: only its lineage, and nothing above it, is flushed. Raises BeingFlushed while another process is
-    at it (call again, with the same `claims`), or StorageError.
+    at it (call again, with the same `claims`), or StorageError. `mappings` keeps what is read mapped for later flushes.
     """
     target = open_storage(storage)
     held = shm.scan(Path(folder))
@@ -42,7 +43,7 @@ def take_over(
         rewinds = {rewind for segment in of_role for rewind in segment.header.rewinds}
         rewinds.update(rewind for record in stored for rewind in record.rewinds)
         left = [one for one in of_role if one.header.member in members and is_due(one.header.version, rewinds, newest)]
-        record = _flush_first_good(left, role, [one.version for one in stored], target, claims or Claims())
+        record = _flush_first_good(left, role, [one.version for one in stored], target, claims or Claims(), mappings)
         done += [] if record is None else [record]
     return done
 
@@ -55,12 +56,12 @@ def is_due(version: Version, rewinds: Iterable[Rewind], newest: Version | None) 
 
 
 def _flush_first_good(
-    left: list[Segment], role: str, stored: list[Version], target: Storage, claims: Claims
+    left: list[Segment], role: str, stored: list[Version], target: Storage, claims: Claims, mappings: Mappings | None
 ) -> Manifest | None:
     """The newest step whose bytes prove themselves; a damaged copy gives way to an older one."""
     while (chosen := newest_to_flush(left, role, stored, marked_only=False)) is not None:
         try:
-            return flush_segment(chosen, target, claims=claims)
+            return flush_segment(chosen, target, claims=claims, mappings=mappings)
         except AlreadyFlushed:
             return None
         except BadSegment:
