@@ -58,7 +58,10 @@ class Sorter:
         """`held`: what the slot that will be written holds, by name."""
         roles = self._roles = self._roles_of(captured)
         now = [captured.leaf(number) for number in roles.now]
-        later = [captured.leaf(number).held() for number in roles.later]
+        # Held: each stays the memory that it is, whatever becomes of the tensor's `data` until it is copied.
+        large, entries, tensors = captured.large, captured.entries, captured.tensors
+        places = [large[number] for number in roles.later]
+        later = [Leaf(entries[index], tensors[index].detach(), address) for index, address in places]
         kept: list[Leaf] = []
         self._stillness.forget()
         for number in roles.loose:

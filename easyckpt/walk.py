@@ -19,8 +19,20 @@ from easyckpt.errors import Unsupported
 from easyckpt.layout import DTYPES, TensorEntry, place
 from easyckpt.snapshot import PLAIN_TYPES, SMALL_BYTES, Leaf, Small, address_of, dtype_name, is_stateful
 
-Look = tuple[Any, ...]
-"""All that says which memory a tensor is and how it is read: equal as long as it is that very tensor. Host and devices share no addresses."""
+
+class Look(NamedTuple):
+    """All that says which memory a tensor is and how it is read: equal as long as it is that very tensor. Host and devices share no addresses."""
+
+    address: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    is_negative: bool
+    """As torch's lazy negation has it."""
+    is_conjugate: bool
+    """As torch's lazy conjugation has it."""
+    cut: Any
+    """Of a DTensor: mesh and placements."""
 
 
 class Seen(NamedTuple):
@@ -195,25 +207,25 @@ def _walk_again(state: Any, before: Capture, trace: Trace) -> Capture:
 
 def _follow(value: Any, trace: Trace, met: list[torch.Tensor]) -> Any:
     """The JSON of a value; its tensors are added to `met`."""
+    if isinstance(trace, Seen):
+        met.append(_same(value, trace))
+        return trace.document
     if isinstance(trace, Branch):
-        if type(value) is not trace.kind or len(value) != len(trace.parts):
+        kind, keys, key_types, below, document, is_fixed = trace
+        if type(value) is not kind or len(value) != len(below):
             raise _OtherTensors
-        items: Any = value
-        if trace.keys is not None:
-            items = value.values()
-            if tuple(value) != trace.keys or (trace.key_types and [*map(type, value)] != trace.key_types):
+        if keys is not None:
+            if tuple(value) != keys or (key_types and [*map(type, value)] != key_types):
                 raise _OtherTensors
+            value = value.values()
         parts = []
-        for item, part in zip(items, trace.parts, strict=True):
+        for item, part in zip(value, below, strict=True):
             if type(part) is Seen:
                 met.append(_same(item, part))
                 parts.append(part.document)
             else:
                 parts.append(_follow(item, part, met))
-        return trace.document if trace.is_fixed else _rebuilt(trace, parts)
-    if isinstance(trace, Seen):
-        met.append(_same(value, trace))
-        return trace.document
+        return document if is_fixed else _rebuilt(trace, parts)
     if isinstance(trace, Given):
         given = _give(value)
         if given is value:
@@ -246,23 +258,39 @@ def _give(value: Any) -> Any:
 
 
 def _same(value: Any, seen: Seen) -> torch.Tensor:
-    """What this rank holds of a tensor, if it is the one that was seen."""
-    if type(value) is not seen.kind or value.layout is not torch.strided or _look(value) != seen.look:
+    """What this rank holds of a tensor, if it is the one that was seen. Called for every tensor of every save."""
+    kind, (address, shape, stride, dtype, is_negative, is_conjugate, cut), _ = seen
+    if type(value) is not kind:
         raise _OtherTensors
-    plain: torch.Tensor = value
-    return plain if seen.kind in PLAIN_TYPES else gate.local_part(plain)
+    local: torch.Tensor = value if kind in PLAIN_TYPES else gate.local_part(value)
+    try:
+        is_same = (
+            local.data_ptr() == address
+            and local.dtype is dtype
+            and local.shape == shape
+            and local.stride() == stride
+            and local.is_neg() is is_negative
+            and (not dtype.is_complex or local.is_conj() is is_conjugate)
+            and (local is value or _cut(value) == cut)
+        )
+    except RuntimeError:  # one without storage, a sparse one
+        is_same = False
+    if not is_same:
+        raise _OtherTensors
+    return local
 
 
 def _look(tensor: torch.Tensor) -> Look:
-    if type(tensor) in PLAIN_TYPES:
-        return (
-            tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_neg(), tensor.is_conj(),
-        )  # fmt: skip
-    local = gate.local_part(tensor)
-    spec = getattr(tensor, "_spec", None)  # how a DTensor is cut
-    return (
-        local.data_ptr(), local.shape, local.stride(), local.dtype, local.is_neg(), local.is_conj(), spec,
+    local = tensor if type(tensor) in PLAIN_TYPES else gate.local_part(tensor)
+    return Look(
+        local.data_ptr(), local.shape, local.stride(), local.dtype, local.is_neg(), local.is_conj(),
+        None if local is tensor else _cut(tensor),
     )  # fmt: skip
+
+
+def _cut(tensor: torch.Tensor) -> Any:
+    """How a DTensor is cut."""
+    return getattr(tensor, "_spec", None)
 
 
 def _entry(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, TensorEntry]:
