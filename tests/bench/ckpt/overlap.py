@@ -45,6 +45,7 @@ def stalls(state, optimizer, shared):
         copies.append(now() - started)
         copies_cpu.append(time.thread_time() - spent)
         direct.wait()
+        optimizer.step(step)  # what does not change is not copied
     direct.close()
     shutil.rmtree(f"{shared}-copy")
     copy = statistics.median(copies[1:])
