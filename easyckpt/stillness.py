@@ -59,8 +59,9 @@ class Stillness:
     def saved(self, digests: Mapping[str, TensorDigest]) -> Iterable[str]:
         """Takes over what the save found. Names of tensors that changed past their counter."""
         past = []
+        before_all, self._seen = self._seen, {}
         for name, now in self._now.items():
-            before, digest = self._seen.get(name), digests[name]
+            before, digest = before_all.get(name), digests[name]
             is_same = before is not None and before[:3] == now[:3] and before.digest is not None
             is_still = is_same and before is not None and before.digest == digest
             if is_same and not is_still:

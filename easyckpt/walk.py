@@ -126,8 +126,8 @@ class _Walk:
         self._met: list[torch.Tensor] = []
         self._names: list[str] = []
         self._seen: dict[str, Seen] = {}
-        self._given: dict[int, Any] = {}
-        """By the object's id: the state_dict that it gave."""
+        self._given: dict[int, tuple[Any, Any]] = {}
+        """By its id: an object, and the state_dict that it gave."""
         self._entries: list[TensorEntry] = []
         self._owners: dict[Look, str] = {}
 
@@ -159,7 +159,7 @@ class _Walk:
         if not isinstance(value, torch.Tensor):
             given = _give(value)
             if given is not value:
-                self._given[id(value)] = given
+                self._given[id(value)] = (value, given)
             return given
         local, entry = _entry(name, value)
         # Equal for tensors that are the same memory seen the same way: tied weights. Those without memory are nobody's.
@@ -176,7 +176,7 @@ class _Walk:
         if isinstance(value, torch.Tensor):
             return self._seen[tree.join(path)]
         if id(value) in self._given:
-            return Given(self._trace(self._given[id(value)], document, path))
+            return Given(self._trace(self._given[id(value)][1], document, path))
         keys: tuple[Any, ...] | None = None
         if isinstance(value, Mapping):
             keys = tuple(value)
