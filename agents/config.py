@@ -37,6 +37,8 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """How long members may take to stop when the front process is gone."""
     flush_retry_seconds: float = 5.0
     """Between two tries to bring a snapshot to storage."""
+    scrub_seconds: float = 300.0
+    """A snapshot in memory that nobody has proven for so long is read again."""
 
 
 class Sight(msgspec.Struct, frozen=True, kw_only=True):

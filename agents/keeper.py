@@ -2,49 +2,44 @@
 
 The memory outlives trainer and agent alike: a restarted agent finds what is sealed and goes on flushing what is marked. Flushing is
 done by one thread of low priority. A segment marked for storage is pinned the moment its seal is told, so that the trainer's
-next saves leave it; a newer mark lets a waiting older one go. Every failure is told with its reason and tried again.
+next saves leave it; a newer mark lets a waiting older one go. Every failure is told with its reason and tried again. What lies here is read
+again by and by, and damage is told.
 """
 
 import asyncio
-import os
+import contextlib
 import shutil
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import structlog
 
 from agents import snapshot_findings
 from agents.config import Keeping
+from agents.keeper_flush import PIN_SECONDS, Flushed, Flushing, lower_priority, stored_places
+from agents.metrics import Kept
 from aimaster.wire import places
 from aimaster.wire.checkpoint import SaveTrouble, SealedNotice, SnapshotPlace, Version
 from aimaster.wire.health import Finding
 from aimaster.wire.ids import MemberId, NodeId
 from aimaster.wire.messages import AgentEvent, Found, SnapshotMoved, SnapshotsDeleted
-from easyckpt import flush, layout, shm, storage
-from easyckpt.claims import Claims
-from easyckpt.errors import AlreadyFlushed, BeingFlushed, EasyckptError, Torn
-from easyckpt.manifest import Manifest, folder_name
+from easyckpt import layout, scrub, shm, storage
+from easyckpt.errors import BeingFlushed, EasyckptError
+from easyckpt.scrub import Damage, Scrubber
 from easyckpt.shm import Segment
-from easyckpt.takeover import take_over
 
-PIN_SECONDS = 600.0
 TAKEOVER_SECONDS = 600.0
 END_SECONDS = 8.0
 LOOK_SECONDS = 0.1
 GONE_LOOKS = 3
 """A segment that is missing in so many looks, one a second, was removed and is not being replaced."""
-LOW_PRIORITY = 10
 log = structlog.get_logger()
-
-_Flushed = tuple[MemberId, Version, Manifest | None]
-"""What was flushed; None where somebody else had done so."""
 
 
 class Keeper:
-    """The node's memory folder; its methods are called on the event loop, `_flush_*` on the one thread."""
+    """The node's memory folder; its methods are called on the event loop, those of `Flushing` on the one thread."""
 
     def __init__(
         self,
@@ -54,12 +49,13 @@ class Keeper:
         report: Callable[[AgentEvent, float], None],
         *,
         retry_seconds: float = 5.0,
+        scrub_seconds: float = scrub.AFTER_SECONDS,
     ) -> None:
         self.memory = memory
         self.folder = places.segments(memory)
-        self.flushes: dict[str, int] = {"done": 0, "failed": 0, "taken_over": 0}
-        self.flush_seconds = 0.0
-        """Of the last one."""
+        self._flushes: dict[str, int] = {"done": 0, "failed": 0, "taken_over": 0}
+        self._damaged: dict[str, int] = {"shm": 0, "peer": 0}
+        """Segments that were found damaged, by tier."""
         self.sealed = asyncio.Event()
         """Set at every seal; whoever copies clears it."""
         self._node = node
@@ -68,9 +64,6 @@ class Keeper:
         self._retry_seconds = retry_seconds
         self.flush_trouble = ""
         """Why nothing reaches storage at present."""
-        self._claims = Claims()
-        self._deleted: list[str] = []
-        """Checkpoints that the flush thread removed and nobody was told of yet."""
         self._known: dict[str, tuple[bytes, Segment]] = {}
         self._proven: dict[tuple[str, tuple[int, int]], float] = {}
         """By name and version: when a flush or a copy last read all its bytes against their digests."""
@@ -80,10 +73,14 @@ class Keeper:
         self._pins: dict[tuple[MemberId, Version], list[Path]] = {}
         self._failing: type[Exception] | None = None
         self._wanted = asyncio.Event()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="flush", initializer=_lower_priority)
+        self._scrubber = Scrubber(self.folder, self._hear_damage, self._hear_proof, after_seconds=scrub_seconds)
+        self._flushing = Flushing(self.folder, keeping, self._scrubber)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="flush", initializer=lower_priority)
+        self._tidying: Future[None] | None = None
 
     def open(self) -> None:
-        """Make the folders (mode 0700), or take over what is in them."""
+        """Make the folders (mode 0700), or take over what is in them. On the event loop, which hears from the threads from then on."""
+        self._loop = asyncio.get_running_loop()
         for folder in (self.memory, self.folder, self.memory / "progress"):
             shm.open_folder(folder)
             folder.chmod(0o700)
@@ -92,6 +89,7 @@ class Keeper:
             log.info("segments_reclaimed", names=[path.name for path in removed])
         self._wanted.set()
         self.sealed.set()
+        self._scrubber.start()
 
     # -- what is here ------------------------------------------------------------------------------------------------
 
@@ -112,16 +110,52 @@ class Keeper:
                 continue
             found.append(known[1])
         for gone in set(self._known) - set(names):
-            if self._known.pop(gone)[1].tier == "shm":
+            if self._known.pop(gone)[1].tier == "shm" and gone not in self._scrubber.dropped:
                 self._missing.setdefault(gone, 0)
         return sorted(found, key=lambda one: (one.header.version, one.tier == "shm"), reverse=True)
 
     def places(self) -> tuple[SnapshotPlace, ...]:
         return tuple(self.place(segment) for segment in self.segments())
 
+    def figures(self) -> Kept:
+        """For the metrics."""
+        return Kept(
+            places=self.places(),
+            flushes=dict(self._flushes),
+            flush_seconds=self._flushing.seconds,
+            scrubbed_bytes=self._scrubber.read_bytes,
+            damaged=dict(self._damaged),
+        )
+
     def note_proven(self, segment: Segment) -> None:
         """All its bytes were just read and proven, here or by who received them."""
         self._proven[segment.path.name, segment.header.version] = time.time()
+        self._scrubber.note_proven(segment)
+
+    def suspect(self, segment: Segment) -> None:
+        """Its bytes may be wrong: they are read next."""
+        self._scrubber.suspect([segment])
+
+    def is_damaged(self, segment: Segment) -> bool:
+        return self._scrubber.is_damaged(segment)
+
+    def _hear_proof(self, segment: Segment) -> None:
+        """On the scrubber's thread, as the next."""
+        key = (segment.path.name, segment.header.version)
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._proven.__setitem__, key, time.time())
+
+    def _hear_damage(self, damage: Damage) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._note_damage, damage)
+
+    def _note_damage(self, damage: Damage) -> None:
+        self._damaged[damage.tier] += 1
+        log.error("segment_damaged", name=damage.name, reason=damage.text)
+        self._find(snapshot_findings.segment_damaged(self._node, damage, time.time()))
+        # It is no good for storage: nothing has to keep the trainer from its slot.
+        for mark in self._pins.pop((MemberId(damage.member), Version(*damage.version)), []):
+            shm.unpin(mark)
 
     def look_after(self) -> None:
         """Once a second: notice what others removed from this memory, and what they put there."""
@@ -139,6 +173,8 @@ class Keeper:
         self._strange = strange
         held = {(name, known[1].header.version) for name, known in self._known.items()}
         self._proven = {key: at for key, at in self._proven.items() if key in held}
+        if self._tidying is None or self._tidying.done():
+            self._tidying = self._thread.submit(self._flushing.tidy)
 
     def place(self, segment: Segment) -> SnapshotPlace:
         header = segment.header
@@ -155,6 +191,7 @@ class Keeper:
             name=segment.path.name,
             size_bytes=segment.nbytes,
             verified_at=self._verified_at(segment),
+            damaged=self.is_damaged(segment),
         )
 
     def _verified_at(self, segment: Segment) -> float | None:
@@ -172,7 +209,7 @@ class Keeper:
         return [
             place
             for record in storage.list_manifests(self._keeping.storage, role)
-            for place in _stored_places(record, None)
+            for place in stored_places(record, None)
         ]
 
     # -- to storage --------------------------------------------------------------------------------------------------
@@ -206,7 +243,7 @@ class Keeper:
             await self._wanted.wait()
             self._wanted.clear()
             try:
-                flushed = await loop.run_in_executor(self._thread, self._flush_marked)
+                flushed = await loop.run_in_executor(self._thread, self._flushing.marked)
             except BeingFlushed as error:
                 log.info("flush_waits", reason=str(error))
                 loop.call_later(self._retry_seconds, self._wanted.set)
@@ -223,7 +260,7 @@ class Keeper:
         give_up_at = time.monotonic() + TAKEOVER_SECONDS
         while True:
             try:
-                records = await loop.run_in_executor(self._thread, self._take_over, members, newest)
+                flushed = await loop.run_in_executor(self._thread, self._flushing.take_over, members, newest)
             except (EasyckptError, OSError) as error:
                 if not isinstance(error, BeingFlushed):
                     self._tell_failure(error)
@@ -231,15 +268,9 @@ class Keeper:
                     return f"not flushed: {error}"
                 await asyncio.sleep(self._retry_seconds)
                 continue
-            self._tell_flushed(
-                [(MemberId(record.member), Version(*record.version), record) for record in records], taken_over=True
-            )
-            done = ", ".join(f"step {record.step} of {record.member}" for record in records)
+            self._tell_flushed(flushed, taken_over=True)
+            done = ", ".join(f"step {one.version.step} of {one.member}" for one in flushed)
             return f"flushed {done}" if done else "nothing newer than storage has is held here"
-
-    def _take_over(self, members: tuple[MemberId, ...], newest: Version | None) -> list[Manifest]:
-        limit = None if newest is None else (newest.lineage, newest.step)
-        return take_over(self.folder, self._keeping.storage, members, newest=limit, claims=self._claims)
 
     async def flush_newest(self) -> None:
         """Flush the newest whole step in this memory, marked or not, if storage has none as new. For the end of a node."""
@@ -247,7 +278,7 @@ class Keeper:
         give_up_at = time.monotonic() + END_SECONDS
         while True:
             try:
-                flushed = await loop.run_in_executor(self._thread, self._flush_last)
+                flushed = await loop.run_in_executor(self._thread, self._flushing.last)
             except BeingFlushed as error:
                 # Another node brings the same step: it has to be seen through.
                 if time.monotonic() > give_up_at:
@@ -261,88 +292,27 @@ class Keeper:
                 self._tell_flushed(flushed)
                 return
 
-    def _flush_marked(self) -> list[_Flushed]:
-        held = shm.scan(self.folder)
-        # Ranks of a member on other nodes are here as copies: with them, a step may be whole.
-        members = {segment.header.member for segment in held if segment.tier == "shm"}
-        own = [segment for segment in held if segment.header.member in members]
-        done = []
-        for role in sorted({segment.header.role for segment in own}):
-            flushed = [record.version for record in storage.list_manifests(self._keeping.storage, role)]
-            chosen = flush.newest_to_flush(own, role, flushed)
-            if chosen is not None:
-                done.append(self._flush_one(chosen))
-            elif flushed:  # by another node: what is pinned up to there may go
-                done += [
-                    (MemberId(one.header.member), Version(*max(flushed)), None)
-                    for one in own
-                    if one.header.role == role
-                ]
-        return done
-
-    def _flush_last(self) -> list[_Flushed]:
-        groups: dict[tuple[str, tuple[int, int], str], dict[int, Segment]] = {}
-        for segment in shm.scan(self.folder):
-            header = segment.header
-            groups.setdefault((header.role, header.version, header.member), {}).setdefault(header.rank, segment)
-        newest: dict[str, list[Segment]] = {}
-        for (role, _, _), ranks in sorted(groups.items(), key=lambda group: group[0]):
-            if len(ranks) == next(iter(ranks.values())).header.ranks:
-                newest[role] = [ranks[rank] for rank in sorted(ranks)]
-        done = []
-        for role, chosen in newest.items():
-            flushed = [record.version for record in storage.list_manifests(self._keeping.storage, role)]
-            if not flushed or chosen[0].header.version > max(flushed):
-                done.append(self._flush_one(chosen))
-        return done
-
-    def _flush_one(self, chosen: list[Segment]) -> _Flushed:
-        started = time.monotonic()
-        header = chosen[0].header
-        version = Version(*header.version)
-        try:
-            record = flush.flush_segment(chosen, self._keeping.storage, pin_seconds=PIN_SECONDS, claims=self._claims)
-        except (
-            AlreadyFlushed,
-            Torn,
-            FileNotFoundError,
-        ):  # by another node, or overwritten meanwhile: a newer one follows
-            return MemberId(header.member), version, None
-        self.flush_seconds = time.monotonic() - started
-        for segment in chosen:
-            self.note_proven(segment)
-        if self._keeping.keep > 0:
-            try:
-                self._deleted += flush.tidy(
-                    self._keeping.storage,
-                    role=header.role,
-                    keep=self._keeping.keep,
-                    keep_every=self._keeping.keep_every or None,
-                    now=time.time(),
-                )
-            except (EasyckptError, OSError) as error:
-                log.warning("old_checkpoints_stay", error=str(error))
-        return MemberId(header.member), version, record
-
-    def _tell_flushed(self, flushed: list[_Flushed], *, taken_over: bool = False) -> None:
+    def _tell_flushed(self, flushed: list[Flushed], *, taken_over: bool = False) -> None:
         self._failing, self.flush_trouble = None, ""
-        deleted, self._deleted = self._deleted, []
+        deleted, self._flushing.deleted = self._flushing.deleted, []
         if deleted:
             self._report(SnapshotsDeleted(folders=tuple(deleted)), time.time())
-        for member, version, record in flushed:
+        for member, version, record, segments in flushed:
             self._release(member, before=version, also=True)
+            for segment in segments:
+                self.note_proven(segment)
             if record is None:
                 continue
-            self.flushes["taken_over" if taken_over else "done"] += 1
+            self._flushes["taken_over" if taken_over else "done"] += 1
             log.info(
-                "flushed", member=member, step=record.step, lineage=record.lineage, seconds=round(self.flush_seconds, 3),
+                "flushed", member=member, step=record.step, lineage=record.lineage, seconds=round(self._flushing.seconds, 3),
                 taken_over=taken_over,
             )  # fmt: skip
-            for place in _stored_places(record, time.time()):
+            for place in stored_places(record, time.time()):
                 self._report(SnapshotMoved(place=place), time.time())
 
     def _tell_failure(self, error: Exception) -> None:
-        self.flushes["failed"] += 1
+        self._flushes["failed"] += 1
         log.error("flush_failed", error=str(error))
         self.flush_trouble = str(error)[: snapshot_findings.MOST_CHARACTERS]
         if type(error) is self._failing:  # told already, and still so
@@ -362,7 +332,8 @@ class Keeper:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the thread; pins end with this process."""
+        """End the threads; pins end with this process."""
+        self._scrubber.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     @property
@@ -373,29 +344,3 @@ class Keeper:
     def remove(self) -> None:
         """Remove the node's memory, at the clean end of a run."""
         shutil.rmtree(self.memory, ignore_errors=True)
-
-
-def _stored_places(record: Manifest, verified_at: float | None) -> list[SnapshotPlace]:
-    folder = folder_name(record)
-    return [
-        SnapshotPlace(
-            member=MemberId(record.member),
-            role=record.role,
-            rank=shard.rank,
-            ranks=record.ranks,
-            version=Version(*record.version),
-            chain=record.chain,
-            state_digest=shard.state_digest,
-            tier="storage",
-            node=None,
-            name=f"{folder}/{shard.file}",
-            size_bytes=shard.nbytes,
-            verified_at=verified_at,
-        )
-        for shard in record.shards
-    ]
-
-
-def _lower_priority() -> None:
-    """Of the calling thread alone: Linux keeps it for each thread."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)

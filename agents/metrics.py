@@ -18,6 +18,20 @@ from aimaster.wire.messages import MemberPicture
 V = TypeVar("V")
 
 
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of the snapshots in this node's memory."""
+
+    places: tuple[SnapshotPlace, ...]
+    flushes: dict[str, int]
+    """By outcome."""
+    flush_seconds: float
+    """Of the last one."""
+    scrubbed_bytes: int
+    """Read again, so far."""
+    damaged: dict[str, int]
+    """Segments that were found damaged, by tier."""
+
+
 class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     """All that the metrics are made of, at one moment."""
 
@@ -32,9 +46,7 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     outbox_refused: int
     orders_refused: int
     log_bytes: int
-    places: tuple[SnapshotPlace, ...]
-    flushes: dict[str, int]
-    flush_seconds: float
+    kept: Kept
     copies: dict[str, int]
     readings: tuple[Reading, ...]
     unsupported: dict[str, str]
@@ -123,7 +135,7 @@ def _snapshots(state: NodeState) -> Iterator[Metric]:
     count: Counter[tuple[str, str]] = Counter()
     size: Counter[tuple[str, str]] = Counter()
     newest: dict[tuple[str, str], int] = {}
-    for place in state.places:
+    for place in state.kept.places:
         key = (place.role, place.tier)
         count[key] += 1
         size[key] += place.size_bytes
@@ -131,8 +143,12 @@ def _snapshots(state: NodeState) -> Iterator[Metric]:
     yield _gauge("easyckpt_segments", "Sealed segments in this node's memory.", ("role", "tier"), count.items())
     yield _gauge("easyckpt_segment_bytes", "Their size.", ("role", "tier"), size.items())
     yield _gauge("easyckpt_newest_step", "Step of the newest one.", ("role", "tier"), newest.items())
-    yield _counter("easyckpt_flushes", "Snapshots written to storage.", ("outcome",), _keyed(state.flushes))
-    yield _gauge("easyckpt_last_flush_seconds", "Time the last flush took.", (), [((), state.flush_seconds)])
+    yield _counter("easyckpt_flushes", "Snapshots written to storage.", ("outcome",), _keyed(state.kept.flushes))
+    yield _gauge("easyckpt_last_flush_seconds", "Time the last flush took.", (), [((), state.kept.flush_seconds)])
+    yield _counter("easyckpt_scrubbed_bytes", "Snapshot memory read again.", (), [((), state.kept.scrubbed_bytes)])
+    yield _counter(
+        "easyckpt_segments_damaged", "Snapshots found damaged in memory.", ("tier",), _keyed(state.kept.damaged)
+    )
     yield _counter("easyckpt_copies", "Segments between nodes.", ("outcome",), _keyed(state.copies))
 
 

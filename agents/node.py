@@ -115,8 +115,9 @@ class Node:
         self._session = session
         self._outbox = Outbox(self._folder / "outbox")
         self._keeper = Keeper(
-            self._memory, self.name, self._keeping, self.report, retry_seconds=self._pace.flush_retry_seconds
-        )
+            self._memory, self.name, self._keeping, self.report,
+            retry_seconds=self._pace.flush_retry_seconds, scrub_seconds=self._pace.scrub_seconds,
+        )  # fmt: skip
         self._keeper.open()
         self._peers = Peers(self.name, self._keeper, self._keeping, self._run.token, session, self.report)
         self._shards = ShardServer(
@@ -384,9 +385,7 @@ class Node:
             outbox_refused=self._outbox.refused,
             orders_refused=self._orders.refused,
             log_bytes=self._logs.bytes_read + self._named_logs.bytes_read,
-            places=self._keeper.places(),
-            flushes=dict(self._keeper.flushes),
-            flush_seconds=self._keeper.flush_seconds,
+            kept=self._keeper.figures(),
             copies=dict(self._peers.copies),
             readings=self._readings(),
             unsupported=dict(self._sensors.unsupported),

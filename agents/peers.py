@@ -6,11 +6,13 @@ not answer is left out for a while and the next best one holds the copy. A peer 
 """
 
 import asyncio
+import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import aiohttp
 import msgspec
@@ -25,7 +27,7 @@ from aimaster.wire.checkpoint import FetchReply, FetchRequest, SnapshotPlace, Ve
 from aimaster.wire.ids import NodeId
 from aimaster.wire.messages import AgentEvent, SnapshotMoved
 from easyckpt import placement
-from easyckpt.errors import BadSegment, EasyckptError, Pinned
+from easyckpt.errors import Corrupt, EasyckptError, Pinned, Torn, Unsealed
 from easyckpt.events import Event
 from easyckpt.shardserver import Peer
 from easyckpt.shardwire import Bandwidth
@@ -37,11 +39,19 @@ COPY_SILENCE_SECONDS = 10.0
 RETRY_SECONDS = 1.0
 AVOID_SECONDS = 10.0
 """A peer that did not answer, or refused, is left out for so long."""
+OFFER_SECONDS = 60.0
+"""A copy is offered again after so long: a peer that has it still says so at once, one that lost or dropped it takes it."""
 COPY_THREADS = 8
 log = structlog.get_logger()
 
-_Held = dict[NodeId, tuple[str, tuple[int, int]]]
-"""By node: the address that a copy went to, and its version."""
+
+class _Held(NamedTuple):
+    """A copy that a peer has taken."""
+
+    address: str
+    version: tuple[int, int]
+    offered_at: float
+    """Monotonic seconds."""
 
 
 class Peers:
@@ -68,7 +78,7 @@ class Peers:
         self._report = report
         cap = keeping.copy_bytes_per_second
         self._bandwidth = Bandwidth(cap) if cap > 0 else None
-        self._copied: defaultdict[str, _Held] = defaultdict(dict)
+        self._copied: defaultdict[str, dict[NodeId, _Held]] = defaultdict(dict)
         """By member and rank: who holds the newest copies."""
         self._avoided: dict[NodeId, float] = {}
         """Peers that are left out, and until when."""
@@ -103,7 +113,8 @@ class Peers:
         """Copy the newest sealed segment of each own member whenever something was sealed; an overtaken one is skipped."""
         async with asyncio.TaskGroup() as group:
             while True:
-                await self._keeper.sealed.wait()
+                with contextlib.suppress(TimeoutError):  # then what was copied long ago is offered again
+                    await asyncio.wait_for(self._keeper.sealed.wait(), OFFER_SECONDS)
                 self._keeper.sealed.clear()
                 for segment, node in self._due():
                     self._busy.add((_key(segment), node))
@@ -126,25 +137,34 @@ class Peers:
             return []
         newest: dict[str, Segment] = {}
         for segment in self._keeper.segments():
-            if segment.tier == "shm" and segment.header.step % self._keeping.replicate_every == 0:
+            if (
+                segment.tier == "shm"
+                and segment.header.step % self._keeping.replicate_every == 0
+                and not self._keeper.is_damaged(segment)
+            ):
                 newest.setdefault(_key(segment), segment)
         holders = self.holders()
         if len(holders) < min(self._keeping.copies, len(self.addresses)):
             self._try_again()  # somebody is left out for now
-        due = []
-        for key, segment in newest.items():
-            for node in holders:
-                held = self._copied[key].get(node)
-                if (key, node) not in self._busy and held != (self.addresses[node].shards, segment.header.version):
-                    due.append((segment, node))
-        return due
+        return [
+            (segment, node)
+            for key, segment in newest.items()
+            for node in holders
+            if (key, node) not in self._busy and self._is_wanted(segment, self._copied[key].get(node), node)
+        ]
+
+    def _is_wanted(self, segment: Segment, held: _Held | None, node: NodeId) -> bool:
+        """Whether a peer may lack it, given what it took last."""
+        if held is None or (held.address, held.version) != (self.addresses[node].shards, segment.header.version):
+            return True
+        return time.monotonic() - held.offered_at >= OFFER_SECONDS
 
     async def _copy(self, segment: Segment, node: NodeId) -> None:
         key = _key(segment)
         address = self.addresses[node].shards
         try:
-            await asyncio.get_running_loop().run_in_executor(self._threads, self._push, address, segment)
-        except (BadSegment, FileNotFoundError) as error:  # overwritten before it was pinned: a newer one is there
+            sent_bytes = await asyncio.get_running_loop().run_in_executor(self._threads, self._push, address, segment)
+        except (Torn, Unsealed, FileNotFoundError) as error:  # overwritten before it was pinned: a newer one is there
             log.debug("copy_overtaken", name=segment.path.name, error=str(error))
             self._keeper.sealed.set()
         except Pinned as error:  # it takes another copy of this member just now
@@ -155,6 +175,8 @@ class Peers:
                 log.info("peer_silent", peer=node, error=str(error)[:200])
             self._avoid(node)
         except EasyckptError as error:
+            if isinstance(error, Corrupt):
+                self._keeper.suspect(segment)
             self.copies["failed"] += 1
             log.warning("copy_refused", peer=node, name=segment.path.name, reason=str(error))
             place = msgspec.structs.replace(self._keeper.place(segment), tier="peer", node=node)
@@ -162,16 +184,17 @@ class Peers:
             self._avoid(node)
         else:
             self._avoided.pop(node, None)
-            self.copies["sent"] += 1
-            self._copied[key][node] = (address, segment.header.version)
-            self._keeper.note_proven(segment)
+            self._copied[key][node] = _Held(address, segment.header.version, time.monotonic())
+            if sent_bytes:  # else it is there still
+                self.copies["sent"] += 1
+                self._keeper.note_proven(segment)
             self._keeper.sealed.set()  # something newer may be there by now
         finally:
             self._busy.discard((key, node))
 
-    def _push(self, address: str, segment: Segment) -> None:
-        peer = self._peer(address)
-        peer.push(
+    def _push(self, address: str, segment: Segment) -> int:
+        """Returns the bytes that had to be sent."""
+        return self._peer(address).push(
             segment.path,
             expected=segment.header,
             bandwidth=self._bandwidth,
@@ -270,7 +293,7 @@ def whole(
     """The snapshots of the asked role and version of which all ranks are there, one tuple of places each."""
     groups: dict[tuple[str, Version, str], dict[int, SnapshotPlace]] = {}
     for place in held:
-        if place.role != request.role or (request.at is not None and place.version != request.at):
+        if place.damaged or place.role != request.role or (request.at is not None and place.version != request.at):
             continue
         if request.newer_than is not None and place.version <= request.newer_than:
             continue

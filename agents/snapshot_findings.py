@@ -6,6 +6,7 @@ from aimaster.wire.checkpoint import SaveTrouble
 from aimaster.wire.health import Finding, Subject
 from aimaster.wire.ids import NodeId
 from easyckpt.errors import StorageDenied, StorageFull
+from easyckpt.scrub import Damage
 
 MOST_CHARACTERS = 500
 
@@ -43,6 +44,15 @@ def segments_lost(node: NodeId, names: Iterable[str], now: float) -> Finding:
     return _finding(f"{node}:segments-lost", "snapshot.segment_lost", "unknown", node, now, {"message": message})
 
 
+def segment_damaged(node: NodeId, damage: Damage, now: float) -> Finding:
+    """A sealed segment in the node's memory is not what it was when it was sealed: memory that went bad, or a stray write."""
+    whose = f"{damage.name}, step {damage.version[1]} of {damage.member}"
+    message = f"{whose} (lineage {damage.version[0]}): {damage.text}"
+    return _finding(
+        f"{node}:{damage.name}:damaged", "snapshot.segment_damaged", "unknown", node, now, {"message": message}
+    )
+
+
 def strangers_found(node: NodeId, names: Iterable[str], now: float) -> Finding:
     """Files in the segment folder that nothing of ours made: they take memory and are left alone."""
     message = f"files that are no segments lie in the snapshot memory: {', '.join(sorted(names))}; they are left alone"
@@ -57,7 +67,11 @@ def _finding(
         sign=sign,
         category=category,
         role="self",
-        severity="critical" if severe else "error" if sign == "agent.flush_failed" else "warning",
+        severity="critical"
+        if severe
+        else "error"
+        if sign in ("agent.flush_failed", "snapshot.segment_damaged")
+        else "warning",
         subject=Subject(node=node),
         node=node,
         time_seconds=now,

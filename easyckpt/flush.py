@@ -83,18 +83,17 @@ class Passed:
     """Steps of which a flush found a segment damaged: an older one goes to storage in their place."""
 
     def __init__(self) -> None:
-        self._openings: set[tuple[Path, bytes]] = set()
+        self._openings: dict[Path, bytes] = {}
 
     def add(self, segments: Sequence[Segment], scrubber: Scrubber | None) -> None:
         """All ranks of a step, of which at least one is damaged; the scrubber finds out which."""
-        self._openings.update((segment.path, segment.opening) for segment in segments)
+        self._openings.update({segment.path: segment.opening for segment in segments})
         if scrubber is not None:
             scrubber.suspect(segments)
 
     def without(self, segments: Sequence[Segment]) -> list[Segment]:
-        """Those that may be flushed; what is not there any more is forgotten."""
-        self._openings &= {(segment.path, segment.opening) for segment in segments}
-        return [segment for segment in segments if (segment.path, segment.opening) not in self._openings]
+        """Those that may be flushed."""
+        return [segment for segment in segments if self._openings.get(segment.path) != segment.opening]
 
 
 class Flusher:

@@ -132,6 +132,8 @@ class Scrubber:
     ) -> None:
         """The callbacks run on the thread; `on_proven` hears of a snapshot of which every byte was read."""
         self.read_bytes = 0
+        self.dropped: set[str] = set()
+        """Names of damaged segments that were removed here, until there is another."""
         self._folder = folder
         self._on_damaged = on_damaged
         self._on_proven = on_proven
@@ -212,7 +214,9 @@ class Scrubber:
                 self._turn.release()
 
     def _look(self, now: float) -> None:
-        self._watched = noticed(self._watched, _files(self._folder), now, self._after)
+        there = _files(self._folder)
+        self._watched = noticed(self._watched, there, now, self._after)
+        self.dropped = {name for name in self.dropped if name not in there}
         self._look_at = now + self._again
 
     def _put_off(self, name: str, due_at: float) -> None:
@@ -299,6 +303,7 @@ class Scrubber:
         )
         writer_lives = shm.living_writer(self._folder, name.stem) is not None
         if may_go(peer=name.peer, writer_lives=writer_lives, others=others) and _drop(fd, path, opening):
+            self.dropped = {*self.dropped, path.name}
             return None
         return msgspec.structs.replace(later, damaged=opening)
 

@@ -20,7 +20,7 @@ import msgspec
 from easyckpt import layout, replica, shm
 from easyckpt.arrivals import Arrivals
 from easyckpt.digest import digest_bytes
-from easyckpt.errors import EasyckptError, Pinned, StorageError, Torn
+from easyckpt.errors import Corrupt, EasyckptError, Pinned, StorageError, Torn
 from easyckpt.events import Events
 from easyckpt.layout import SegmentHeader
 from easyckpt.replica import Outgoing
@@ -123,7 +123,8 @@ class ShardServer:
             else:
                 say(connection, Answer(error=f"cannot {request.verb!r} {request.name!r}"))
         except (EasyckptError, FileNotFoundError) as error:
-            say(connection, Answer(error=str(error), again=isinstance(error, Pinned)))
+            again, corrupt = isinstance(error, Pinned), isinstance(error, Corrupt)
+            say(connection, Answer(error=str(error), again=again, corrupt=corrupt))
         return opened
 
 

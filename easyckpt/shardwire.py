@@ -8,7 +8,7 @@ import time
 
 import msgspec
 
-from easyckpt.errors import EasyckptError, Pinned
+from easyckpt.errors import Corrupt, EasyckptError, Pinned
 
 LINE_BYTES = 64 << 10
 
@@ -37,6 +37,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Why not."""
     again: bool = False
     """Whether the same request may succeed in a moment."""
+    corrupt: bool = False
+    """Whether bytes and digests disagreed."""
     at: int = 0
     """Where a put goes on; its whole length where the segment is here already."""
     nbytes: int = 0
@@ -85,13 +87,14 @@ def say(connection: socket.socket, record: Request | Answer) -> None:
 
 
 def hear(lines: Lines) -> Answer:
-    """The server's answer. Raises Pinned where a later try may do, EasyckptError where not."""
+    """The server's answer. Raises Pinned where a later try may do, Corrupt where bytes did not prove themselves, else EasyckptError."""
     line = lines.read()
     if line is None:
         raise ConnectionResetError("the peer closed the connection")
     answer = msgspec.json.decode(line, type=Answer)
     if answer.error:
-        raise (Pinned if answer.again else EasyckptError)(f"the peer refused: {answer.error}")
+        kind = Pinned if answer.again else Corrupt if answer.corrupt else EasyckptError
+        raise kind(f"the peer refused: {answer.error}")
     return answer
 
 

@@ -27,8 +27,11 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     """The node's failure domains, widest first: `rack=r7,switch=s3`; empty where none are told."""
     ranks: tuple[int, ...]
     missing: tuple[int, ...]
+    """Ranks that are not here, or damaged."""
     verified_at: float | None
     """When the last of these ranks was proven by its digests that was proven longest ago; None: one was not since its seal."""
+    damaged: tuple[int, ...] = ()
+    """Ranks whose bytes here are not what their digests say."""
 
 
 class Copies(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +84,8 @@ def warnings(found: Sequence[Copies], labels: Labels) -> Iterable[str]:
     for member in sorted({copies.member for copies in found}):
         own = [copies for copies in found if copies.member == member]
         newest = next((copies for copies in own if copies.safe_places), None)
+        for copies in own:
+            yield from _damages(copies)
         if own[0].missing:
             yield f"step {own[0].version.step} of {member} is not whole: {_ranks(own[0].missing)} lies nowhere"
         if newest is None:
@@ -95,28 +100,33 @@ def _copies(places: list[SnapshotPlace], labels: Labels) -> Copies:
     by_place: dict[tuple[Tier, NodeId | None], dict[int, SnapshotPlace]] = {}
     for place in places:
         by_place.setdefault((place.tier, place.node), {})[place.rank] = place
-    holdings = [
-        Holding(
-            tier=tier,
-            node=node,
-            domain="" if node is None else _domain(labels.get(node, {})),
-            ranks=tuple(sorted(ranks)),
-            missing=tuple(sorted(every - set(ranks))),
-            verified_at=_oldest(place.verified_at for place in ranks.values()),
-        )
-        for (tier, node), ranks in by_place.items()
-    ]
-    held = {place.rank: place.size_bytes for place in places}
+    holdings = [_holding(tier, node, ranks, every, labels) for (tier, node), ranks in by_place.items()]
+    held = {place.rank: place.size_bytes for place in places if not place.damaged}
     return Copies(
         member=first.member,
         role=first.role,
         version=first.version,
         chain=first.chain,
         ranks=first.ranks,
-        size_bytes=sum(held.values()),
+        size_bytes=sum({place.rank: place.size_bytes for place in places}.values()),
         whole=set(held) == every,
         missing=tuple(sorted(every - set(held))),
         holdings=tuple(sorted(holdings, key=lambda one: (TIERS.index(one.tier), one.node or ""))),
+    )
+
+
+def _holding(
+    tier: Tier, node: NodeId | None, ranks: Mapping[int, SnapshotPlace], every: set[int], labels: Labels
+) -> Holding:
+    good = {rank: place for rank, place in ranks.items() if not place.damaged}
+    return Holding(
+        tier=tier,
+        node=node,
+        domain="" if node is None else _domain(labels.get(node, {})),
+        ranks=tuple(sorted(good)),
+        missing=tuple(sorted(every - set(good))),
+        verified_at=_oldest(place.verified_at for place in good.values()),
+        damaged=tuple(sorted(set(ranks) - set(good))),
     )
 
 
@@ -155,6 +165,13 @@ def _left_without(newest: Copies, own: Sequence[Copies], danger: str, gone: set[
     yield f"{danger}; without it, nothing of this member is left"
 
 
+def _damages(copies: Copies) -> Iterable[str]:
+    for holding in copies.holdings:
+        if holding.damaged:
+            whose = f"{_ranks(holding.damaged)} of step {copies.version.step} of {copies.member}"
+            yield f"{whose} is damaged {_where(holding)}: nobody uses it; if it comes again, test that node's memory"
+
+
 def _where(holding: Holding) -> str:
     return "on storage" if holding.node is None else f"on {holding.node}"
 
@@ -169,4 +186,4 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _oldest(moments: Iterable[float | None]) -> float | None:
     every = list(moments)
-    return None if None in every else min(at for at in every if at is not None)
+    return None if None in every or not every else min(at for at in every if at is not None)

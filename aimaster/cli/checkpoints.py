@@ -50,9 +50,11 @@ def rows(found: Sequence[Copies], now: float) -> list[tuple[str, ...]]:
 
 
 def cell(holding: Holding, now: float) -> str:
-    """`node-1 (rack=r2) proven 12 s ago`, and the ranks that are not there."""
+    """`node-1 (rack=r2) proven 12 s ago`, and the ranks that are not there, or damaged."""
     where = holding.node or "yes"
     domain = f" ({holding.domain})" if holding.domain else ""
-    lacks = f" without rank {', '.join(map(str, holding.missing))}" if holding.missing else ""
+    away = [rank for rank in holding.missing if rank not in holding.damaged]
+    lacks = f" without rank {', '.join(map(str, away))}" if away else ""
+    damaged = f" DAMAGED rank {', '.join(map(str, holding.damaged))}" if holding.damaged else ""
     proven = "" if holding.verified_at is None else f" proven {seconds(max(0.0, now - holding.verified_at))} ago"
-    return f"{where}{domain}{lacks}{proven}"
+    return f"{where}{domain}{lacks}{damaged}{proven}"

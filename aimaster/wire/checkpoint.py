@@ -35,6 +35,8 @@ class SnapshotPlace(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
     verified_at: float | None = None
     """When all its bytes were last proven by their digests, at this place or on the way from it (Unix seconds); None: not since the seal."""
+    damaged: bool = False
+    """Its bytes are not what its digests say: nobody may take it for good."""
 
 
 class SealedNotice(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,13 +13,13 @@ from aimaster.wire.status import JobStatus, NodeStatus
 RACKS = {"a": {"rack": "r1", "switch": "s1"}, "b": {"rack": "r1", "switch": "s2"}, "c": {"rack": "r2"}}
 
 
-def place(step, where, *, member="policy-0", lineage=0, rank=0, ranks=1, proven=None):
+def place(step, where, *, member="policy-0", lineage=0, rank=0, ranks=1, proven=None, damaged=False):
     """`where` is a node, `node+` for a copy held for another node, or `storage`."""
     tier = "storage" if where == "storage" else "peer" if where.endswith("+") else "shm"
     return SnapshotPlace(
         member=member, role="policy", rank=rank, ranks=ranks, version=Version(lineage, step), chain="c" * 32,
         state_digest="d", tier=tier, node=None if tier == "storage" else where.rstrip("+"), name="x", size_bytes=1024,
-        verified_at=proven,
+        verified_at=proven, damaged=damaged,
     )  # fmt: skip
 
 
@@ -89,3 +89,23 @@ def test_racks_are_no_worry_where_all_nodes_share_one():
     one_rack = {"a": {"rack": "r1"}, "b": {"rack": "r1"}}
     assert look(place(5, "a"), place(5, "b+"), labels=one_rack).warnings == ()
     assert look(place(5, "a"), place(5, "b+"), labels={"a": {}, "b": {}}).warnings == ()
+
+
+def test_a_damaged_place_is_shown_and_counts_for_nothing():
+    found = look(
+        place(8, "a", damaged=True, proven=10.0),
+        place(8, "c+", rank=0, proven=90.0),
+        place(7, "a", rank=0, ranks=2),
+        place(7, "a", rank=1, ranks=2, damaged=True),
+    )
+    newest, older = found.snapshots
+    assert (newest.whole, [one.node for one in newest.safe_places]) == (True, ["c"])
+    assert (older.whole, older.missing) == (False, (1,))
+    shown = rows(found.snapshots, 100.0)
+    assert shown[0][5:] == ("a (rack=r1,switch=s1) DAMAGED rank 0", "c (rack=r2) proven 10 s ago", "", "yes")
+    assert shown[1][5:] == ("a (rack=r1,switch=s1) DAMAGED rank 1", "", "", "lacks rank 1")
+    assert [warning for warning in found.warnings if "damaged" in warning] == [
+        "rank 0 of step 8 of policy-0 is damaged on a: nobody uses it; if it comes again, test that node's memory",
+        "rank 1 of step 7 of policy-0 is damaged on a: nobody uses it; if it comes again, test that node's memory",
+    ]
+    assert any("the only whole copy of step 8 of policy-0 lies on c" in warning for warning in found.warnings)
