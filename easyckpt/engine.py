@@ -368,6 +368,7 @@ class Checkpointer:
             storage=os.fspath(storage),
             member=self.member,
             role=self.role,
+            ranks=self.ranks,
             keep=keep,
             keep_every=keep_every,
             parent=os.getpid(),

@@ -32,7 +32,7 @@ NICENESS = 10
 IDLE_SECONDS = 30.0
 AGAIN_SECONDS = 0.1
 OTHERS_SECONDS = 60.0
-"""How long the last step may wait for the ranks of other nodes."""
+"""How long the last step may wait for the other ranks."""
 READ_SECONDS = 5.0
 
 
@@ -47,6 +47,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Whose segments are removed at a clean end."""
     role: str
     """Which role's steps are flushed."""
+    ranks: int
+    """Of the member, on whatever node."""
     keep: int
     """Checkpoints to keep."""
     keep_every: int | None
@@ -177,7 +179,7 @@ def run(settings: Settings) -> None:
     # Whatever the interval: the newest state must not depend on this node's memory any longer.
     _flush_all(flusher, scrubber, marked_only=False)
     give_up_at = time.monotonic() + OTHERS_SECONDS
-    while flusher.is_waiting and time.monotonic() < give_up_at:
+    while (flusher.is_waiting or _others_follow(settings, flusher.newest)) and time.monotonic() < give_up_at:
         time.sleep(AGAIN_SECONDS)
         _flush_all(flusher, scrubber, marked_only=False)
     scrubber.close()
@@ -239,6 +241,20 @@ def _words(parent: int, patience_seconds: Callable[[], float]) -> Iterator[str]:
             return
         else:
             yield ""  # now and then by itself: a failed flush is tried again, an older one adopted
+
+
+def _others_follow(settings: Settings, flushed: Version | None) -> bool:
+    """Whether a step that storage lacks is sealed by some ranks of this node, while others of it are still at work on it."""
+    held: dict[int, Version] = {}
+    folder = Path(settings.folder)
+    for name in shm.segment_names(folder):
+        if name.member == settings.member and not name.peer and (version := shm.peek(folder / str(name))) is not None:
+            held[name.rank] = max(version, held.get(name.rank, version))
+    newest = max(held.values(), default=None)
+    if newest is None or (flushed is not None and newest <= flushed):
+        return False
+    late = [rank for rank in range(settings.ranks) if held.get(rank) != newest]
+    return any(shm.living_writer(folder, f"{settings.member}.r{rank}") is not None for rank in late)
 
 
 def _remove_own(settings: Settings, events: Events) -> None:

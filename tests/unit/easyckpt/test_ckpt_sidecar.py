@@ -221,3 +221,22 @@ def test_the_helper_scrubs_what_lies_in_its_folder(folder, tmp_path, monkeypatch
     finally:
         engine.close()
     assert not folder.exists()
+
+
+def test_the_last_step_waits_for_ranks_that_still_seal_it(folder, tmp_path):
+    """Rank 0 closes first, while rank 1 is in the middle of the same step: both parts are on storage at the end, and no memory stays."""
+    ranks = [Checkpointer(tmp_path, folder=folder, rank=rank, ranks=2, flush_every=None, **QUIET) for rank in (0, 1)]
+    ranks[0].save(1, state(1))
+    ranks[0]._saver.settle(20)
+    closing = threading.Thread(target=ranks[0].close)
+    closing.start()
+    helper = ranks[0]._flusher.sidecar
+    until(lambda: helper.is_alive() and helper._process.stdin.closed)
+    time.sleep(0.5)  # so long it would not live if it did not wait
+    assert helper.is_alive()
+    ranks[1].save(1, state(1))
+    ranks[1].close()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert steps(tmp_path) == [1]
+    assert not folder.exists()
