@@ -20,8 +20,9 @@ from easyckpt import flush, shm, storage
 from easyckpt.claims import Claims
 from easyckpt.errors import AlreadyFlushed, Corrupt, EasyckptError, Torn
 from easyckpt.manifest import Manifest, folder_name
+from easyckpt.mappings import Mappings
 from easyckpt.scrub import Scrubber
-from easyckpt.shm import Mappings, Segment
+from easyckpt.shm import Segment
 from easyckpt.takeover import take_over
 
 PIN_SECONDS = 600.0

@@ -19,8 +19,9 @@ from easyckpt.errors import AlreadyFlushed, BeingFlushed, Corrupt, EasyckptError
 from easyckpt.events import Event, Events, Kind
 from easyckpt.layout import Rewind, Version
 from easyckpt.manifest import Manifest, Shard
+from easyckpt.mappings import Mappings
 from easyckpt.scrub import Scrubber
-from easyckpt.shm import Mappings, Segment
+from easyckpt.shm import Segment
 from easyckpt.storage import Storage, list_manifests, open_storage, read_manifests, shard_header
 
 PIECE_BYTES = 64 << 20

@@ -20,8 +20,9 @@ from easyckpt.events import Events
 from easyckpt.flush import PIN_SECONDS, Flusher, opened, write_shard
 from easyckpt.layout import SegmentHeader, Version
 from easyckpt.manifest import Manifest, Shard
+from easyckpt.mappings import Mappings
 from easyckpt.scrub import Scrubber
-from easyckpt.shm import Mappings, Segment
+from easyckpt.shm import Segment
 from easyckpt.storage import Storage
 
 

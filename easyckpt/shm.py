@@ -168,38 +168,6 @@ def mapped(fd: int, nbytes: int) -> Iterator[memoryview]:
             memory.close()
 
 
-class Mappings:
-    """Views of files that are kept from one reading to the next: mapping pages and letting them go costs as much as copying them.
-
-    One is let go when its file has lost its name. Until then it holds up no memory that its writer needs (see `Slot`). For one thread.
-    """
-
-    def __init__(self) -> None:
-        self._held: dict[tuple[Path, int], mmap.mmap] = {}
-
-    @contextlib.contextmanager
-    def mapped(self, fd: int, segment: Segment) -> Iterator[memoryview]:
-        """A read-only view of a segment that is open as `fd`."""
-        self.tidy()
-        key = (segment.path, os.fstat(fd).st_ino)
-        if key not in self._held:
-            self._held[key] = mmap.mmap(fd, segment.nbytes, prot=mmap.PROT_READ)
-        with memoryview(self._held[key]) as view:
-            yield view
-
-    def tidy(self) -> None:
-        for key in list(self._held):
-            path, inode = key
-            try:
-                is_there = os.stat(path).st_ino == inode
-            except FileNotFoundError:
-                is_there = False
-            if not is_there:
-                memory = self._held.pop(key)
-                with contextlib.suppress(BufferError):  # an error's frames may still hold a piece: it ends with them
-                    memory.close()
-
-
 # ------------------------------------------------------------------------------------------------------------ pins
 
 
@@ -386,16 +354,29 @@ def claim_writer(folder: Path, stem: str, *, wait_seconds: float = 5.0) -> Path:
     A predecessor that is just being killed is waited for. Raises Pinned while another process, or another engine of this one, writes them.
     """
     give_up_at = time.monotonic() + wait_seconds
-    while (other := living_writer(folder, stem)) is not None:
+    while True:
+        with _folder_locked(folder):  # who looks at the same moment does not claim as well
+            other = living_writer(folder, stem)
+            if other is None:
+                mark = folder / f"{stem}.writer.{os.getpid()}.{start_time(os.getpid())}"
+                os.close(os.open(mark, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+                return mark
         if other == os.getpid() or time.monotonic() > give_up_at:
             who, mend = (
                 ("another engine of this process", "close") if other == os.getpid() else (f"process {other}", "end")
             )
             raise Pinned(f"{who} writes {stem} in {folder}: {mend} it, or give this one another member or folder")
         time.sleep(0.02)
-    mark = folder / f"{stem}.writer.{os.getpid()}.{start_time(os.getpid())}"
-    os.close(os.open(mark, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
-    return mark
+
+
+@contextlib.contextmanager
+def _folder_locked(folder: Path) -> Iterator[None]:
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
+    try:
+        with locked(fd, str(folder)):
+            yield
+    finally:
+        os.close(fd)
 
 
 def living_writer(folder: Path, stem: str) -> int | None:

@@ -16,7 +16,8 @@ from easyckpt.errors import AlreadyFlushed, BadSegment
 from easyckpt.flush import flush_segment, newest_to_flush
 from easyckpt.layout import Rewind, Version, is_dead
 from easyckpt.manifest import Manifest
-from easyckpt.shm import Mappings, Segment
+from easyckpt.mappings import Mappings
+from easyckpt.shm import Segment
 from easyckpt.storage import Storage, list_manifests, open_storage
 
 

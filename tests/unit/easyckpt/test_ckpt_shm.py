@@ -11,6 +11,7 @@ import pytest
 from easyckpt import layout, shm
 from easyckpt.errors import Corrupt, EasyckptError, NoRoom, Pinned, Unsealed
 from easyckpt.layout import SegmentName
+from easyckpt.mappings import Mappings
 from easyckpt.slot import Slot
 
 
@@ -196,7 +197,7 @@ def test_the_page_of_a_header_is_what_tensors_follow(make_segment):
 def test_a_kept_mapping_is_let_go_when_its_file_is_replaced(folder, make_segment):
     """And while it is kept, it shows what is written to the file."""
     path = make_segment(step=1)
-    mappings = shm.Mappings()
+    mappings = Mappings()
     for step in (1, 2):
         segment = shm.read_segment(make_segment(step=step))
         with path.open("rb") as file, mappings.mapped(file.fileno(), segment) as view:
