@@ -149,7 +149,8 @@ class Checkpointer:
     ) -> bool:
         """Starts a snapshot of `state` as it is now; False when it was skipped because no slot is free (counted, training goes on).
 
-        Returns as soon as everything may change again but what only an optimizer's step changes, which waits by itself. Raises Unsupported
+        Returns as soon as everything may change again but what only an optimizer's step changes, which waits by itself. The first save of ranks
+        of a process group is a call of all of them: they begin the same lineage. Raises Unsupported
         with the path of a value that cannot be saved, NoRoom, or SaveFailed for an earlier failure (this save was still made).
         """
         self._must_be_open()
@@ -160,7 +161,7 @@ class Checkpointer:
         captured = walk.capture(state, self._captured)
         self._captured = captured.without_tensors()
         if self._saves == 0 and lineage is None:
-            self._history = begin(self._history, self._newest_known())
+            self._history = begin(self._history, self._restorer().newest_known())
         history = advance(self._history, step, lineage)
         self._pace.saw_save(step, started)
         marked = flush if flush is not None else self._is_flush_due(step)
@@ -264,7 +265,19 @@ class Checkpointer:
     def _restore(self, state: Any, **options: Any) -> tuple[Restored, Any] | None:
         self._must_be_open()
         self._saver.settle(WAIT_SECONDS)
-        restorer = Restorer(
+        filled = self._restorer().restore(state, **options)
+        if filled is not None:
+            header = filled[0].header
+            self._history = History(lineage=header.lineage, step=header.step, rewinds=header.rewinds)
+            if self._newest is None:
+                self._pace.resume(header.life)
+            self._saves = 0
+            if header.ranks == self.ranks:
+                self._saver.prepare_later(header)
+        return filled
+
+    def _restorer(self) -> Restorer:
+        return Restorer(
             self.folder,
             self._storage,
             role=self.role,
@@ -276,16 +289,6 @@ class Checkpointer:
             peers=self._peers,
             held=self._saver.held,
         )
-        filled = restorer.restore(state, **options)
-        if filled is not None:
-            header = filled[0].header
-            self._history = History(lineage=header.lineage, step=header.step, rewinds=header.rewinds)
-            if self._newest is None:
-                self._pace.resume(header.life)
-            self._saves = 0
-            if header.ranks == self.ranks:
-                self._saver.prepare_later(header)
-        return filled
 
     # ---------------------------------------------------------------------------------------------------- inside a save
 
@@ -332,10 +335,6 @@ class Checkpointer:
             tensors=captured.entries,
             extra=captured.extra,
         )
-
-    def _newest_known(self) -> Version | None:
-        """Of this member, from before: a step is whole only with this rank's part, and this rank has saved nothing yet."""
-        return max((candidate.version for candidate in self.candidates(member=self.member)), default=None)
 
     def _is_flush_due(self, step: int) -> bool:
         if self._flush_every is None:

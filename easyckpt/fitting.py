@@ -18,7 +18,7 @@ from easyckpt import gate, reader, reshard, snapshot, tree
 from easyckpt.errors import Mismatch
 from easyckpt.layout import TensorEntry
 from easyckpt.reader import Fill, Parts, Whole, box_of
-from easyckpt.reshard import Box
+from easyckpt.reshard import Box, Extents
 from easyckpt.snapshot import is_stateful
 from easyckpt.sources import OpenShard
 
@@ -51,6 +51,7 @@ class Plan:
         self._only = tuple(only) if only is not None else None
         self._problems: list[str] = []
         self._made: dict[str, torch.Tensor] = {}
+        self._cuts: dict[tuple[Any, Extents], tuple[Extents, Extents]] = {}
         self.fills: list[Fill] = []
         self._after: list[Callable[[], object]] = []
 
@@ -126,7 +127,7 @@ class Plan:
             self._problem(f"{name!r} is a tensor in the state, not in the snapshot")
             return target
         local = gate.local_part(target).detach()
-        whole_shape, offsets = snapshot.global_box(name, target) or (tuple(local.shape), (0,) * local.dim())
+        whole_shape, offsets = self._cut(name, target, tuple(local.shape))
         entry = held[0][1]
         if (entry.dtype, entry.global_shape or entry.shape) != (snapshot.dtype_name(local), whole_shape):
             saved = f"{entry.dtype}{list(entry.global_shape or entry.shape)}"
@@ -150,6 +151,13 @@ class Plan:
             chosen = tuple((*held[piece.source], piece.box) for piece in pieces)
             self.fills.append(Parts(pieces=chosen, target=local, box=box))
         return target
+
+    def _cut(self, name: str, target: torch.Tensor, shape: Extents) -> tuple[Extents, Extents]:
+        """(shape of the whole, where this rank's part begins). Layers are cut alike, and torch takes longer to say how than a small one to be read."""
+        at = getattr(target, "_spec", None), shape
+        if at[0] is None or at not in self._cuts:
+            self._cuts[at] = snapshot.global_box(name, target) or (shape, (0,) * len(shape))
+        return self._cuts[at]
 
     def _mapping(self, value: MutableMapping[Any, Any], document: Any, path: tree.Path, *, closed: bool = False) -> Any:
         items = _items(document)
@@ -284,11 +292,16 @@ def _load(owner: Any, state: Any, path: tree.Path) -> None:
 
 
 def fill(
-    shards: Sequence[OpenShard], state: Any, *, strict: bool = True, only: str | Collection[str] | None = None
+    shards: Sequence[OpenShard],
+    state: Any,
+    *,
+    strict: bool = True,
+    only: str | Collection[str] | None = None,
+    sharing: int = 1,
 ) -> tuple[int, Any]:
     """Fills `state` from its rank's shard, or from all shards. The tensor bytes that were read, and the state: a new one for NOTHING.
 
-    Raises Mismatch, Corrupt, Torn.
+    `sharing`: processes that do the same now on these cores. Raises Mismatch, Corrupt, Torn.
     """
     document = tree.merge([shard.header.extra for shard in shards])
     if only is not None:
@@ -301,7 +314,7 @@ def fill(
             )
     plan = Plan(shards, strict=strict, only=only)
     filled = plan.of(state, document)
-    read_bytes = reader.read_all(plan.fills)
+    read_bytes = reader.read_all(plan.fills, sharing=sharing)
     plan.finish()
     return read_bytes, filled
 

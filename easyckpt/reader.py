@@ -1,6 +1,6 @@
 """Tensor bytes out of open shards into live tensors, each byte proven by a digest after it was copied. A few threads at a time.
 
-`Whole` is a tensor that a shard holds as the target wants it: copied and hashed chunk by chunk, no memory in between. `Parts` is one that is
+`Whole` is a tensor that a shard holds as the target wants it: copied and hashed piece by piece, no memory in between. `Parts` is one that is
 pieced together from shards cut another way: only the parts (16 MiB) that hold needed elements are read, proven, and copied out.
 """
 
@@ -15,14 +15,18 @@ import torch
 from torch.autograd.graph import increment_version
 
 from easyckpt import digest, memory, reshard
-from easyckpt.digest import TensorHash
+from easyckpt.digest import TensorDigest, TensorHash
 from easyckpt.errors import Corrupt
 from easyckpt.layout import DTYPES, TensorEntry
 from easyckpt.reshard import Box
-from easyckpt.snapshot import CHUNK_BYTES, SMALL_BYTES, is_plain_memory
+from easyckpt.snapshot import SMALL_BYTES, is_plain_memory
 from easyckpt.sources import OpenShard
 
 THREADS = 4
+MAPPED_PIECE_BYTES = 512 << 10
+"""From memory to memory: what was copied is hashed while it is in the core's own cache (usually 1 or 2 MiB)."""
+READ_PIECE_BYTES = 4 << 20
+"""From storage or a peer: each piece is a call, or a question and its answer."""
 BLOCK_BYTES = 64 << 20
 
 
@@ -68,13 +72,16 @@ Advance = Callable[[int], None]
 """Hears of bytes as they are done, from any thread."""
 
 
-def read_all(fills: Sequence[Fill], advance: Advance | None = None) -> int:
-    """The bytes that were read. Raises Corrupt, Torn or StorageError; the targets may be half filled then. A tensor asked for twice is read once."""
+def read_all(fills: Sequence[Fill], advance: Advance | None = None, *, sharing: int = 1) -> int:
+    """The bytes that were read. Raises Corrupt, Torn or StorageError; the targets may be half filled then. A tensor asked for twice is read once.
+
+    `sharing`: processes that do the same now on these cores, this one among them.
+    """
     unique = list({(_key(fill), fill.target.data_ptr(), fill.target.stride()): fill for fill in fills}.values())
     unique.sort(key=lambda fill: -fill.nbytes)
     # They are written by address, which autograd and whoever goes by the counter would not see.
     increment_version([fill.target for fill in unique])
-    threads = min(THREADS, len(os.sched_getaffinity(0)), len(unique))
+    threads = min(THREADS, len(os.sched_getaffinity(0)) // sharing, len(unique))
     if threads <= 1:
         return _read_lot(unique, advance)
     with ThreadPoolExecutor(threads, thread_name_prefix="easyckpt-restore") as pool:
@@ -113,21 +120,32 @@ def _read_whole(fill: Whole, mapped: int) -> None:
     shard, entry, target = fill.shard, fill.entry, fill.target
     plain = is_plain_memory(target)
     held = target if plain else torch.empty(entry.shape, dtype=target.dtype)
-    begin, end = entry.offsets
-    address, block = held.data_ptr(), memory.block_at(held.data_ptr(), end - begin)
-    copy = memory.copy if end - begin > SMALL_BYTES else memory.copy_small
-    running = TensorHash()
-    for at in range(0, end - begin, CHUNK_BYTES):
-        piece = block[at : at + CHUNK_BYTES]
-        if mapped:
-            copy(address + at, mapped + begin + at, len(piece))
-        else:
-            shard.read_into(piece, begin + at)
-        running.update(piece)
-    if running.finish() != (entry.digest, entry.parts):
+    begin, nbytes = entry.offsets[0], entry.nbytes
+    address = held.data_ptr()
+    block = memory.block_at(address, nbytes)
+    if mapped and nbytes <= MAPPED_PIECE_BYTES:
+        copy = memory.copy if nbytes > SMALL_BYTES else memory.copy_small
+        copy(address, mapped + begin, nbytes)
+        found = TensorDigest(digest.digest_bytes(block))
+    else:
+        found = _read_pieces(shard, block, begin, mapped, address)
+    if found != (entry.digest, entry.parts):
         raise _bad(shard, entry)
     if not plain:
         target.copy_(held)
+
+
+def _read_pieces(shard: OpenShard, block: memoryview, begin: int, mapped: int, address: int) -> TensorDigest:
+    running = TensorHash()
+    piece_bytes = MAPPED_PIECE_BYTES if mapped else READ_PIECE_BYTES
+    for at in range(0, len(block), piece_bytes):
+        piece = block[at : at + piece_bytes]
+        if mapped:
+            memory.copy(address + at, mapped + begin + at, len(piece))
+        else:
+            shard.read_into(piece, begin + at)
+        running.update(piece)
+    return running.finish()
 
 
 def _read_block(shard: OpenShard, entry: TensorEntry, box: Box) -> tuple[torch.Tensor, int]:

@@ -53,7 +53,7 @@ class Restored(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Restorer:
-    """One restore of one rank."""
+    """Restores one rank."""
 
     def __init__(
         self,
@@ -91,18 +91,7 @@ class Restorer:
         only: str | Collection[str] | None = None,
     ) -> tuple[Restored, Any] | None:
         """With the state that was filled: a new one where `fitting.NOTHING` was given. None when there is nothing to restore from."""
-        rank = self._rank if self._agreement.spans_nodes else None
-        found = sources.find(
-            self._folder,
-            self._storage,
-            role=self._role,
-            member=member,
-            own=self._member,
-            rank=rank,
-            ranks=self._ranks,
-            peers=self._peers,
-            refused=lambda tier, text: self._events.emit(Event(kind="tier_refused", tier=tier, text=text)),
-        )
+        found = self._find(member=member, peers=self._peers)
         candidates = [one for one in found if at is None or one.version == tuple(at)]
         tried: set[Version] = set()
         while True:
@@ -125,6 +114,26 @@ class Restorer:
                 " Verify the storage (easyckpt verify), or start anew"
             )
         return None
+
+    def newest_known(self) -> Version | None:
+        """Of this member, in memory here or on storage, by any of its ranks: one that lost its memory must not begin another lineage than the others."""
+        found = self._find(member=self._member)
+        return self._agreement.newest_of_any(max((one.version for one in found), default=None))
+
+    def _find(self, *, member: str | None, peers: Sequence[Peer] = ()) -> list[Candidate]:
+        # Ranks that agree may lie on several nodes, where none sees the others' shards: its own stands for the step.
+        rank = self._rank if self._agreement.spans_nodes else None
+        return sources.find(
+            self._folder,
+            self._storage,
+            role=self._role,
+            member=member,
+            own=self._member,
+            rank=rank,
+            ranks=self._ranks,
+            peers=peers,
+            refused=lambda tier, text: self._events.emit(Event(kind="tier_refused", tier=tier, text=text)),
+        )
 
     def _try(
         self, candidates: Sequence[Candidate], state: Any, strict: bool, only: str | Collection[str] | None
@@ -191,7 +200,7 @@ class Restorer:
             for source in chosen:
                 opened = stack.enter_context(sources.open_source(source, self._storage, self._held))
                 watched.append(_Watched(opened))
-            nbytes, filled = fitting.fill(watched, state, strict=strict, only=only)
+            nbytes, filled = fitting.fill(watched, state, strict=strict, only=only, sharing=self._agreement.sharing)
             where = watched[0].where
             header = watched[0].header
         tier = max((source.tier for source in chosen), key=sources.TIERS.index)

@@ -7,7 +7,8 @@ import threading
 import pytest
 import torch
 
-from easyckpt import Checkpointer, digest, shm, snapshot
+from easyckpt import Checkpointer, digest, memory, shm, snapshot
+from easyckpt.agreement import Alone
 from easyckpt.errors import Corrupt
 from easyckpt.storage import FolderStorage
 
@@ -201,4 +202,25 @@ def test_tensors_are_read_side_by_side(folder, tmp_path):
     engine._storage = storage
     assert engine.restore(state).tier == "storage"
     assert len(storage.met) == 2
+    engine.close()
+
+
+class Crowded(Alone):
+    """As many ranks restore on these cores as there are."""
+
+    sharing = len(os.sched_getaffinity(0))
+
+
+def test_ranks_that_share_their_cores_take_no_more_threads_than_there_are(folder, monkeypatch):
+    """A core each: every rank reads on the thread that asked."""
+    seen = set()
+    copy = memory.copy
+    monkeypatch.setattr(memory, "copy", lambda *where: (seen.add(threading.get_ident()), copy(*where))[1])
+    state = {"a": torch.ones(300_000), "b": torch.full((300_000,), 2.0)}
+    engine = Checkpointer(folder=folder, ranks_agree=Crowded(), mode="copy", **QUIET)
+    engine.save(1, state)
+    engine.wait()
+    seen.clear()
+    assert engine.restore(state).tier == "shm"
+    assert seen == {threading.get_ident()}
     engine.close()

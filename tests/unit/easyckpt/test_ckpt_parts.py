@@ -144,8 +144,9 @@ RANK = """
 import sys
 import torch
 from easyckpt import Checkpointer
+from easyckpt.agreement import Alone
 rank, storage, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-ckpt = Checkpointer(storage, folder=folder, rank=rank, ranks=2, ranks_agree=lambda own: own)
+ckpt = Checkpointer(storage, folder=folder, rank=rank, ranks=2, ranks_agree=Alone())
 print("ready", flush=True)
 for line in sys.stdin:
     step = int(line)
