@@ -23,6 +23,7 @@ from easyckpt.manifest import Manifest, folder_name
 from easyckpt.mappings import Mappings
 from easyckpt.scrub import Scrubber
 from easyckpt.shm import Segment
+from easyckpt.storage import Storage
 from easyckpt.takeover import take_over
 
 PIN_SECONDS = 600.0
@@ -55,6 +56,7 @@ class Flushing:
         self._claims = Claims()
         self._mappings = Mappings()
         self._passed = flush.Passed()
+        self._opened: Storage | None = None
 
     def marked(self) -> list[Flushed]:
         """The newest marked step of each role of which a member is here."""
@@ -96,7 +98,7 @@ class Flushing:
         with self._scrubber.resting():
             records = take_over(
                 self._folder,
-                self._keeping.storage,
+                self._storage,
                 members,
                 newest=limit,
                 claims=self._claims,
@@ -109,8 +111,15 @@ class Flushing:
         """Lets go of what is mapped and has lost its name: until then its memory is taken."""
         self._mappings.tidy()
 
+    @property
+    def _storage(self) -> Storage:
+        """Opened once: it knows the mount that it was found in."""
+        if self._opened is None:
+            self._opened = storage.open_storage(self._keeping.storage)
+        return self._opened
+
     def _stored(self, role: str) -> list[tuple[int, int]]:
-        return [record.version for record in storage.list_manifests(self._keeping.storage, role)]
+        return [record.version for record in storage.list_manifests(self._storage, role)]
 
     def _first_good(
         self, held: list[Segment], role: str, flushed: list[tuple[int, int]], *, marked_only: bool
@@ -132,7 +141,7 @@ class Flushing:
         try:
             record = flush.flush_segment(
                 chosen,
-                self._keeping.storage,
+                self._storage,
                 pin_seconds=PIN_SECONDS,
                 claims=self._claims,
                 mappings=self._mappings,
@@ -147,7 +156,7 @@ class Flushing:
     def _retain(self, role: str) -> None:
         try:
             self.deleted += flush.tidy(
-                self._keeping.storage,
+                self._storage,
                 role=role,
                 keep=self._keeping.keep,
                 keep_every=self._keeping.keep_every or None,

@@ -128,6 +128,7 @@ class FolderStorage:
     def __init__(self, root: Path, files: Files | None = None) -> None:
         self.root = root
         self._files = files or Files()
+        self._mount = _mount_of(root)
 
     def write_shard(self, folder: str, name: str, pieces: Iterable[memoryview]) -> None:
         target = self.root / folder / name
@@ -146,6 +147,7 @@ class FolderStorage:
     def commit(self, folder: str, raw: bytes) -> None:
         target = self.root / folder / FILE_NAME
         part = target.with_name(f".{FILE_NAME}.{secrets.token_hex(4)}{PART_SUFFIX}")
+        self._must_be_mounted()
         with told(target):
             self._sync_folder(target.parent)
             try:
@@ -227,8 +229,17 @@ class FolderStorage:
                     found[entry.name] = f"{status.st_size} {status.st_mtime_ns}"
         return found
 
+    def _must_be_mounted(self) -> None:
+        """What is written under a mount that has gone fills another disk, and is hidden when the mount comes back."""
+        if not os.path.ismount(self._mount):
+            raise StorageError(
+                f"{self._mount}, where {self.root} was when it was opened, is not mounted any more or does not answer; nothing was written."
+                " Mount it again: what is newest stays in memory until then"
+            )
+
     def _make_folders(self, path: Path) -> None:
         """Each that is missing, and its name in the one above it made durable."""
+        self._must_be_mounted()
         missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         for folder in reversed(missing):
             with contextlib.suppress(FileExistsError):  # another rank's or writer's
@@ -367,6 +378,12 @@ def told(path: Path) -> Iterator[None]:
                 f"{path} may not be written ({error.strerror}). {intact} Mend its rights or mount"
             ) from error
         raise StorageError(f"writing {path} failed ({error.strerror}). {intact}") from error
+
+
+def _mount_of(root: Path) -> Path:
+    """The mount that a folder lies in, or will be made in."""
+    real = Path(os.path.realpath(root))
+    return next(folder for folder in (real, *real.parents) if os.path.ismount(folder))
 
 
 def _subfolders(path: Path) -> list[str]:

@@ -104,6 +104,8 @@ def test_where_there_are_no_links_the_manifest_is_still_exclusive(tmp_path, make
         ("write", errno.ENOSPC, StorageFull),
         ("write", errno.EDQUOT, StorageFull),
         ("write", errno.EIO, StorageError),
+        ("open", errno.ESTALE, StorageError),
+        ("write", errno.ESTALE, StorageError),
         ("fsync", errno.EIO, StorageError),
         ("fsync", errno.ENOSPC, StorageFull),
         ("open", errno.EROFS, StorageDenied),
