@@ -11,6 +11,8 @@ from aimaster import settings
 from aimaster.telemetry.tokens import secret_of
 from aimaster.wire.places import RunPlaces
 from aimaster.wire.topology import JobPlan
+from easyckpt.progress import STALLED_SECONDS
+from easyckpt.scrub import AFTER_SECONDS
 
 ENV_PREFIX = "AIMASTER_AGENT__"
 T = TypeVar("T", bound=msgspec.Struct)
@@ -37,7 +39,9 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """How long members may take to stop when the front process is gone."""
     flush_retry_seconds: float = 5.0
     """Between two tries to bring a snapshot to storage."""
-    scrub_seconds: float = 300.0
+    flush_stalled_seconds: float = STALLED_SECONDS
+    """A flush that has not got on for so long is told: the storage hangs."""
+    scrub_seconds: float = AFTER_SECONDS
     """A snapshot in memory that nobody has proven for so long is read again."""
 
 

@@ -12,12 +12,13 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import structlog
 
 from agents import snapshot_findings
-from agents.config import Keeping
+from agents.config import Keeping, Pace
 from agents.keeper_flush import PIN_SECONDS, Flushed, Flushing, lower_priority, stored_places
 from agents.metrics import Kept
 from aimaster.wire import places
@@ -25,13 +26,15 @@ from aimaster.wire.checkpoint import SaveTrouble, SealedNotice, SnapshotPlace, V
 from aimaster.wire.health import Finding
 from aimaster.wire.ids import MemberId, NodeId
 from aimaster.wire.messages import AgentEvent, Found, SnapshotMoved, SnapshotsDeleted
-from easyckpt import layout, scrub, shm, storage
-from easyckpt.errors import BeingFlushed, EasyckptError
+from easyckpt import layout, shm, storage
+from easyckpt.errors import BeingFlushed, EasyckptError, StorageError
 from easyckpt.scrub import Damage, Scrubber
 from easyckpt.shm import Segment
 
 TAKEOVER_SECONDS = 600.0
 END_SECONDS = 8.0
+END_STALLED_SECONDS = 30.0
+"""At the end of a node, a storage that hangs for so long is not waited for."""
 LOOK_SECONDS = 0.1
 GONE_LOOKS = 3
 """A segment that is missing in so many looks, one a second, was removed and is not being replaced."""
@@ -47,9 +50,7 @@ class Keeper:
         node: NodeId,
         keeping: Keeping,
         report: Callable[[AgentEvent, float], None],
-        *,
-        retry_seconds: float = 5.0,
-        scrub_seconds: float = scrub.AFTER_SECONDS,
+        pace: Pace,
     ) -> None:
         self.memory = memory
         self.folder = places.segments(memory)
@@ -61,7 +62,7 @@ class Keeper:
         self._node = node
         self._keeping = keeping
         self._report = report
-        self._retry_seconds = retry_seconds
+        self._pace = pace
         self.flush_trouble = ""
         """Why nothing reaches storage at present."""
         self._known: dict[str, tuple[bytes, Segment]] = {}
@@ -73,7 +74,7 @@ class Keeper:
         self._pins: dict[tuple[MemberId, Version], list[Path]] = {}
         self._failing: type[Exception] | None = None
         self._wanted = asyncio.Event()
-        self._scrubber = Scrubber(self.folder, self._hear_damage, self._hear_proof, after_seconds=scrub_seconds)
+        self._scrubber = Scrubber(self.folder, self._hear_damage, self._hear_proof, after_seconds=pace.scrub_seconds)
         self._flushing = Flushing(self.folder, keeping, self._scrubber)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="flush", initializer=lower_priority)
         self._tidying: Future[None] | None = None
@@ -173,6 +174,10 @@ class Keeper:
         self._strange = strange
         held = {(name, known[1].header.version) for name, known in self._known.items()}
         self._proven = {key: at for key, at in self._proven.items() if key in held}
+        if trouble := self._flushing.progress.news(time.monotonic(), self._pace.flush_stalled_seconds):
+            log.error("flush_stalled", reason=trouble)
+            self.flush_trouble = trouble
+            self._find(snapshot_findings.flush_stalled(self._node, trouble, time.time()))
         if self._tidying is None or self._tidying.done():
             self._tidying = self._thread.submit(self._flushing.tidy)
 
@@ -246,27 +251,27 @@ class Keeper:
                 flushed = await loop.run_in_executor(self._thread, self._flushing.marked)
             except BeingFlushed as error:
                 log.info("flush_waits", reason=str(error))
-                loop.call_later(self._retry_seconds, self._wanted.set)
+                loop.call_later(self._pace.flush_retry_seconds, self._wanted.set)
                 continue
             except (EasyckptError, OSError) as error:
                 self._tell_failure(error)
-                loop.call_later(self._retry_seconds, self._wanted.set)
+                loop.call_later(self._pace.flush_retry_seconds, self._wanted.set)
                 continue
             self._tell_flushed(flushed)
 
     async def take_over(self, members: tuple[MemberId, ...], newest: Version | None) -> str:
         """Flush what is held here of a lost node's members, unless another node does; returns what was done, in words."""
-        loop = asyncio.get_running_loop()
         give_up_at = time.monotonic() + TAKEOVER_SECONDS
+        work = partial(self._flushing.take_over, members, newest)
         while True:
             try:
-                flushed = await loop.run_in_executor(self._thread, self._flushing.take_over, members, newest)
+                flushed = await self._unless_stalled(work, self._pace.flush_stalled_seconds)
             except (EasyckptError, OSError) as error:
                 if not isinstance(error, BeingFlushed):
                     self._tell_failure(error)
                 if time.monotonic() > give_up_at:
                     return f"not flushed: {error}"
-                await asyncio.sleep(self._retry_seconds)
+                await asyncio.sleep(self._pace.flush_retry_seconds)
                 continue
             self._tell_flushed(flushed, taken_over=True)
             done = ", ".join(f"step {one.version.step} of {one.member}" for one in flushed)
@@ -274,11 +279,10 @@ class Keeper:
 
     async def flush_newest(self) -> None:
         """Flush the newest whole step in this memory, marked or not, if storage has none as new. For the end of a node."""
-        loop = asyncio.get_running_loop()
         give_up_at = time.monotonic() + END_SECONDS
         while True:
             try:
-                flushed = await loop.run_in_executor(self._thread, self._flushing.last)
+                flushed = await self._unless_stalled(self._flushing.last, END_STALLED_SECONDS)
             except BeingFlushed as error:
                 # Another node brings the same step: it has to be seen through.
                 if time.monotonic() > give_up_at:
@@ -291,6 +295,15 @@ class Keeper:
             else:
                 self._tell_flushed(flushed)
                 return
+
+    async def _unless_stalled(self, work: Callable[[], list[Flushed]], stalled_seconds: float) -> list[Flushed]:
+        """What the thread made of it; StorageError when it has not got on for so long: nobody waits for a storage that hangs."""
+        doing = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        while not (await asyncio.wait({doing}, timeout=LOOK_SECONDS))[0]:
+            silent_seconds = self._flushing.progress.silent_seconds(time.monotonic())
+            if silent_seconds > stalled_seconds:
+                raise StorageError(f"storage does not get on for {silent_seconds:.0f} s: the flush is left as it is")
+        return doing.result()
 
     def _tell_flushed(self, flushed: list[Flushed], *, taken_over: bool = False) -> None:
         self._failing, self.flush_trouble = None, ""

@@ -21,6 +21,7 @@ from easyckpt.claims import Claims
 from easyckpt.errors import AlreadyFlushed, Corrupt, EasyckptError, Torn
 from easyckpt.manifest import Manifest, folder_name
 from easyckpt.mappings import Mappings
+from easyckpt.progress import Progress
 from easyckpt.scrub import Scrubber
 from easyckpt.shm import Segment
 from easyckpt.storage import Storage
@@ -58,6 +59,11 @@ class Flushing:
         self._passed = flush.Passed()
         self._opened: Storage | None = None
 
+    @property
+    def progress(self) -> Progress:
+        """Whether a flush gets on, for the event loop to look at."""
+        return self._claims.progress
+
     def marked(self) -> list[Flushed]:
         """The newest marked step of each role of which a member is here."""
         held = shm.scan(self._folder)
@@ -65,7 +71,7 @@ class Flushing:
         members = {segment.header.member for segment in held if segment.tier == "shm"}
         own = [segment for segment in held if segment.header.member in members]
         done = []
-        with self._scrubber.resting():
+        with self._scrubber.resting(), self.progress.under_way():
             for role in sorted({segment.header.role for segment in own}):
                 flushed = self._stored(role)
                 one = self._first_good(own, role, flushed, marked_only=True)
@@ -84,7 +90,7 @@ class Flushing:
         """The newest whole step of each role, marked or not, and whoever it is of."""
         held = shm.scan(self._folder)
         done = []
-        with self._scrubber.resting():
+        with self._scrubber.resting(), self.progress.under_way():
             for role in sorted({segment.header.role for segment in held}):
                 one = self._first_good(held, role, self._stored(role), marked_only=False)
                 if one is not None:
@@ -95,7 +101,7 @@ class Flushing:
         """Of members whose node is lost."""
         limit = None if newest is None else (newest.lineage, newest.step)
         started = time.monotonic()
-        with self._scrubber.resting():
+        with self._scrubber.resting(), self.progress.under_way():
             records = take_over(
                 self._folder,
                 self._storage,

@@ -114,10 +114,7 @@ class Node:
     def _build(self, session: aiohttp.ClientSession, host: str) -> None:
         self._session = session
         self._outbox = Outbox(self._folder / "outbox")
-        self._keeper = Keeper(
-            self._memory, self.name, self._keeping, self.report,
-            retry_seconds=self._pace.flush_retry_seconds, scrub_seconds=self._pace.scrub_seconds,
-        )  # fmt: skip
+        self._keeper = Keeper(self._memory, self.name, self._keeping, self.report, self._pace)
         self._keeper.open()
         self._peers = Peers(self.name, self._keeper, self._keeping, self._run.token, session, self.report)
         self._shards = ShardServer(

@@ -28,6 +28,11 @@ def flush_failed(node: NodeId, error: Exception, now: float) -> Finding:
     )
 
 
+def flush_stalled(node: NodeId, trouble: str, now: float) -> Finding:
+    """A flush to storage neither ends nor fails."""
+    return _finding(f"{node}:flush-stalled", "agent.flush_stalled", "node.shared_fs", node, now, {"message": trouble})
+
+
 def save_failed(node: NodeId, trouble: SaveTrouble, now: float) -> Finding:
     """A member's snapshot was lost in the background; training goes on."""
     lineage, step = trouble.version.lineage, trouble.version.step
@@ -70,7 +75,7 @@ def _finding(
         severity="critical"
         if severe
         else "error"
-        if sign in ("agent.flush_failed", "snapshot.segment_damaged")
+        if sign in ("agent.flush_failed", "agent.flush_stalled", "snapshot.segment_damaged")
         else "warning",
         subject=Subject(node=node),
         node=node,

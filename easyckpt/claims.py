@@ -19,6 +19,7 @@ import msgspec
 
 from easyckpt import shm
 from easyckpt.errors import AlreadyFlushed, BeingFlushed, EasyckptError
+from easyckpt.progress import Progress
 
 if TYPE_CHECKING:
     from easyckpt.storage import Storage
@@ -49,6 +50,8 @@ class Claims:
     def __init__(self) -> None:
         self._seen: dict[str, tuple[object, float]] = {}
         """By folder: what lay in it, and since when on our clock nothing of it changed."""
+        self.progress = Progress()
+        """Of what is written under them."""
 
     @contextlib.contextmanager
     def held(self, storage: Storage, folder: str, *, part: str = "") -> Iterator[Claim]:
@@ -74,7 +77,7 @@ class Claims:
         following = numbers[-1] + 1 if numbers else 1
         if numbers and not self._has_ended(storage, folder, f".claim{part}.{numbers[-1]}", stamps):
             raise BeingFlushed(f"{folder} is being written by another process; it is looked at again")
-        claim = Claim(storage, folder, following, part)
+        claim = Claim(storage, folder, following, part, self.progress)
         if not claim.begin():
             raise BeingFlushed(f"{folder} was claimed by another process just now; it is looked at again")
         return claim
@@ -98,13 +101,14 @@ class Claims:
 class Claim:
     """The right to write one checkpoint."""
 
-    def __init__(self, storage: Storage, folder: str, number: int, part: str) -> None:
+    def __init__(self, storage: Storage, folder: str, number: int, part: str, progress: Progress) -> None:
         self.number = number
         self.part = part
         self.mark = secrets.token_hex(8)
         self._storage = storage
         self._folder = folder
         self._beat_at = time.monotonic()
+        self._progress = progress
 
     @property
     def suffix(self) -> str:
@@ -126,6 +130,7 @@ class Claim:
 
     def beat(self) -> None:
         """Shows that the writer goes on, also where a file that is being written cannot be seen to grow."""
+        self._progress.moved()
         if time.monotonic() - self._beat_at > BEAT_SECONDS:
             self._beat_at = time.monotonic()
             self._storage.create(self._folder, f".beat{self.part}.{self.number}.{int(self._beat_at)}", b"")

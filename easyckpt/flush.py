@@ -20,6 +20,7 @@ from easyckpt.events import Event, Events, Kind
 from easyckpt.layout import Rewind, Version
 from easyckpt.manifest import Manifest, Shard
 from easyckpt.mappings import Mappings
+from easyckpt.progress import Progress
 from easyckpt.scrub import Scrubber
 from easyckpt.shm import Segment
 from easyckpt.storage import Storage, list_manifests, open_storage, read_manifests, shard_header
@@ -158,6 +159,11 @@ class Flusher:
             self._note(record, "flush_committed", seconds=time.monotonic() - started)
             self.tidy()
         return record
+
+    @property
+    def progress(self) -> Progress:
+        """Whether a flush gets on, for another thread to look at."""
+        return self._claims.progress
 
     @property
     def is_waiting(self) -> bool:

@@ -19,12 +19,13 @@ from pathlib import Path
 
 import msgspec
 
-from easyckpt import shm
+from easyckpt import progress, shm
 from easyckpt.errors import Corrupt, EasyckptError
 from easyckpt.events import Event, Events, Listener
 from easyckpt.flush import Flusher
 from easyckpt.layout import Version
 from easyckpt.parts import PartFlusher
+from easyckpt.progress import Progress
 from easyckpt.scrub import Damage, Scrubber
 from easyckpt.storage import list_manifests
 
@@ -34,6 +35,7 @@ AGAIN_SECONDS = 0.1
 OTHERS_SECONDS = 60.0
 """How long the last step may wait for the other ranks."""
 READ_SECONDS = 5.0
+WATCH_SECONDS = 5.0
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,6 +171,7 @@ def run(settings: Settings) -> None:
     flusher = _make_flusher(settings, events, scrubber)
     _look_around(Path(settings.folder), events)
     scrubber.start()
+    threading.Thread(target=_watch, args=(flusher.progress, events), name="easyckpt-watch", daemon=True).start()
     closing = False
     for word in _words(settings.parent, lambda: AGAIN_SECONDS if flusher.is_waiting else IDLE_SECONDS):
         closing = word == "close"
@@ -210,7 +213,7 @@ def _look_around(folder: Path, events: Events) -> None:
 def _flush_all(flusher: Flusher, scrubber: Scrubber, *, marked_only: bool = True) -> bool:
     """All there is now. False after a failure, which was told as an event; the next word tries again."""
     good = True
-    with scrubber.resting():
+    with scrubber.resting(), flusher.progress.under_way():
         while True:
             try:
                 if flusher.flush_newest(marked_only=marked_only) is None:
@@ -219,6 +222,14 @@ def _flush_all(flusher: Flusher, scrubber: Scrubber, *, marked_only: bool = True
                 good = False  # that step is passed over: an older one is better than none
             except (EasyckptError, OSError):
                 return False
+
+
+def _watch(flushing: Progress, events: Events) -> None:
+    """On a thread of its own, since the other one is where the storage has it."""
+    while True:
+        time.sleep(min(WATCH_SECONDS, progress.STALLED_SECONDS))
+        if text := flushing.news(time.monotonic(), progress.STALLED_SECONDS):
+            events.emit(Event(kind="flush_stalled", text=text, tier="storage"))
 
 
 def _words(parent: int, patience_seconds: Callable[[], float]) -> Iterator[str]:
