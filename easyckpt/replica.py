@@ -232,6 +232,7 @@ def _claim(path: Path, nbytes: int) -> int:
     try:
         with shm.locked(fd, str(path)):
             shm.refuse_pinned(path)
+            _must_lead_to(fd, path)
             os.pwrite(fd, layout.UNSEALED, 0)
         if os.fstat(fd).st_size > nbytes:
             path.unlink()
@@ -242,6 +243,16 @@ def _claim(path: Path, nbytes: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def _must_lead_to(fd: int, path: Path) -> None:
+    """A damaged copy is removed under the same lock: what was written to a file without a name would be lost."""
+    try:
+        is_same = os.path.samestat(os.stat(path), os.fstat(fd))
+    except FileNotFoundError:
+        is_same = False
+    if not is_same:
+        raise Pinned(f"{path} was removed just now: the next try makes a new one")
 
 
 def receive(folder: str | os.PathLike[str], pieces: Iterator[bytes], name: str | None = None) -> Segment:

@@ -69,8 +69,9 @@ class ShardServer:
         while not self._closing.is_set():
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return
+            except OSError:  # closed; or this process has no descriptor left just now, and will have
+                self._closing.wait(AGAIN_SECONDS)
+                continue
             if not self._slots.acquire(blocking=False):
                 connection.close()  # the client tries again; more threads would only share the same wire
                 continue

@@ -7,6 +7,7 @@ however it went, the newest whole step is flushed, then it ends. While nothing i
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import subprocess
@@ -159,7 +160,13 @@ class Sidecar:
             for line in out:
                 # What a library printed is no word of the helper's, and must not end the reading of what follows.
                 with contextlib.suppress(msgspec.MsgspecError):
-                    self._listener(msgspec.json.decode(line, type=Event))
+                    self._hand_on(msgspec.json.decode(line, type=Event))
+
+    def _hand_on(self, event: Event) -> None:
+        try:
+            self._listener(event)
+        except Exception:  # a listener is the user's and may raise anything; the words that follow must be read
+            logging.getLogger("easyckpt").exception("on_event failed for %s", event.kind)
 
 
 def run(settings: Settings) -> None:

@@ -1,11 +1,15 @@
 """Segments over plain sockets."""
 
 import contextlib
+import os
 import shutil
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -259,3 +263,47 @@ def test_a_state_is_restored_straight_out_of_a_peers_memory(far, folder):
     assert here.events.counts["tier_refused"] >= 1
     there.close()
     here.close()
+
+
+SERVER = """
+import os, resource, sys
+from pathlib import Path
+from easyckpt.shardserver import ShardServer
+server = ShardServer(Path(sys.argv[1]))
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+held = []
+try:
+    while True:
+        held.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    pass
+print(server.address[1], flush=True)
+sys.stdin.readline()
+for fd in held:
+    os.close(fd)
+sys.stdin.readline()
+"""
+
+
+def test_a_server_without_a_free_descriptor_serves_again_when_there_is_one(folder, make_segment):
+    """The process that holds the server has used up its descriptors for a while: who connects then is served afterwards."""
+    make_segment(1)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER, str(folder)],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with ThreadPoolExecutor(1) as pool:
+        peer = Peer(("127.0.0.1", int(server.stdout.readline())), timeout_seconds=20)
+        names = pool.submit(peer.names)
+        poll_until = time.monotonic() + 0.5  # several tries of the server
+        while time.monotonic() < poll_until:
+            assert not names.done()
+            time.sleep(0.01)
+        server.stdin.write("\n")
+        server.stdin.flush()
+        assert names.result(timeout=20) == ["trainer-0.r0.s0.safetensors"]
+    server.communicate("\n", timeout=20)

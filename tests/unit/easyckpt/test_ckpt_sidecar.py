@@ -240,3 +240,19 @@ def test_the_last_step_waits_for_ranks_that_still_seal_it(folder, tmp_path):
     assert not closing.is_alive()
     assert steps(tmp_path) == [1]
     assert not folder.exists()
+
+
+def test_a_listener_that_raises_makes_nobody_deaf(folder, tmp_path, caplog):
+    """What the user's own function does with one event does not keep the engine from the next: a flush is still known to be done."""
+
+    def listener(event):
+        if event.tier == "storage":
+            raise ValueError("of the user's")
+
+    engine = Checkpointer(tmp_path, folder=folder, on_event=listener)
+    for step in (1, 2):
+        engine.save(step, state(step))
+        engine.wait(20)
+    engine.close()
+    assert steps(tmp_path) == [2, 1]
+    assert "of the user's" in caplog.text
