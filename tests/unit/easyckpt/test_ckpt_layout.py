@@ -1,5 +1,7 @@
 """The bytes of a segment."""
 
+import itertools
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -126,3 +128,17 @@ def test_a_large_tensor_is_proven_in_parts(monkeypatch):
     assert digest.part_count(35) == len(found.parts) == 4
     assert digest.digest_tensor(memoryview(block[:10])) == (digest.digest_bytes(block[:10]), ())
     assert digest.part_count(10) == 0
+
+
+def test_large_tensors_begin_at_a_cache_line_whatever_lies_between_them_in_the_state():
+    """A 0-dim step after each moment moves none of them; the small ones are aligned to their elements; no byte is lost."""
+    kinds = [("float32", (4, 16)), ("float32", ()), ("bfloat16", (32, 3)), ("int64", (3,)), ("uint8", (64,))]
+    placed = layout.place(
+        [TensorEntry(name=str(index), dtype=dtype, shape=shape) for index, (dtype, shape) in enumerate(3 * kinds)]
+    )
+    for entry in placed:
+        width = layout.DTYPES[entry.dtype][0]
+        assert entry.offsets[0] % (64 if entry.nbytes % 64 == 0 else width) == 0
+    spans = sorted(entry.offsets for entry in placed)
+    assert spans[0][0] == 0
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(spans))
