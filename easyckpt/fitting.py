@@ -85,11 +85,12 @@ class Plan:
             return self._mapping(value, document, path)
         if isinstance(value, MutableSequence) and isinstance(document, list):
             return self._sequence(value, document, path)
-        if isinstance(value, tuple) and isinstance(document, dict) and len(document.get("$tuple", ())) == len(value):
+        listed = document.get("$tuple") if isinstance(document, dict) else None
+        if isinstance(value, tuple) and isinstance(listed, list) and len(listed) == len(value):
             parts = [(*path, str(index)) for index in range(len(value))]
             filled = tuple(
                 self._value(item, part, inner) if self._is_wanted(inner) else item
-                for item, part, inner in zip(value, document["$tuple"], parts, strict=True)
+                for item, part, inner in zip(value, listed, parts, strict=True)
             )
             return value if _is_same(filled, value) else filled
         return self._made_anew(document, path)
@@ -268,8 +269,10 @@ class Plan:
 
     def _is_wanted(self, path: tree.Path) -> bool:
         """Whether `only` names this path, something above it or something below it."""
+        if self._only is None or self._is_whole(path):
+            return True
         inside = tree.join(path) + "/"
-        return self._is_whole(path) or any(one.startswith(inside) for one in self._only or ())
+        return any(one.startswith(inside) for one in self._only)
 
     def _set(self, owner: Any, key: Any, new: Any) -> None:
         if not _has(owner, key) or owner[key] is not new:

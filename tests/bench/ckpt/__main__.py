@@ -201,11 +201,14 @@ def table(results, gib):
 def ranks_table(found):
     about = f"{found['bytes_a_rank'] / 2**20:.0f} MiB and {found['tensors']} tensors a rank"
     print(f"\n{RANKS} gloo ranks with FSDP2, {about}: seconds of the slowest rank, median [least-most] of later saves")
-    columns = ("first", "stall", "cpu in stall", "complete", "restore", "restored")
+    columns = ("first", "stall", "cpu in stall", "complete", "restore", "cpu in restore", "restored")
     print(f"{'engine':58}" + "".join(f"{column:>22}" for column in columns))
     for name, rounds in found["engines"].items():
         cells = [spread([rounds[0]["stall"]])]
-        cells += [spread([one[key] for one in rounds[1:]]) for key in ("stall", "stall_cpu", "complete", "restore")]
+        cells += [
+            spread([one[key] for one in rounds[1:]])
+            for key in ("stall", "stall_cpu", "complete", "restore", "restore_cpu")
+        ]
         cells.append("; ".join(sorted({one["wrong"] or "whole" for one in rounds})))
         print(f"{name:58}" + "".join(f"{cell:>22}" for cell in cells))
 

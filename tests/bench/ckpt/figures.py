@@ -144,7 +144,7 @@ def of_ranks(found: dict[str, Any]) -> dict[str, Any]:
     def over(key: str) -> dict[str, float | None]:
         return {name: middle([one[key] for one in rounds[1:]]) for name, rounds in found["engines"].items()}
 
-    stall, stall_cpu, restore = over("stall"), over("stall_cpu"), over("restore")
+    stall, stall_cpu, restore, restore_cpu = (over(key) for key in ("stall", "stall_cpu", "restore", "restore_cpu"))
     floor, ours = "FLOOR copy_ of local shards into touched shared memory", "easyckpt, copy mode, memory only"
     dcp = ("dcp.async_save, reused stager", "dcp.async_save in a process, reused shared stager")
     return {
@@ -154,6 +154,7 @@ def of_ranks(found: dict[str, Any]) -> dict[str, Any]:
         "stall_copy_over_best_peer": ratio(stall[ours], least(stall, dcp)),
         "first_over_later": ratio(found["engines"][ours][0]["stall"], stall[ours]),
         "restore_shm_over_floor": ratio(restore[ours], restore[floor]),
+        "restore_shm_over_floor_cpu": ratio(restore_cpu[ours], restore_cpu[floor]),
         "torch_load_over_restore_shm": ratio(restore["torch.save of local shards, a file each"], restore[ours]),
         "dcp_load_over_restore_shm": ratio(least(restore, ("dcp.save", *dcp)), restore[ours]),
         "wrong_restores": sum(bool(one["wrong"]) for one in found["engines"][ours]),

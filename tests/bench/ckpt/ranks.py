@@ -211,11 +211,17 @@ def measure(engine, state, folder, number, rank):
     engine.wait()
     complete = now() - started
     dist.barrier()
-    started = now()
+    cpu, started = time.process_time(), now()
     engine.load(state, folder)
-    restore = now() - started
+    restore, restore_cpu = now() - started, time.process_time() - cpu
     wrong = slowest(float(not is_right(state, number)))
-    figures = {"stall": stall, "stall_cpu": stall_cpu, "complete": complete, "restore": restore}
+    figures = {
+        "stall": stall,
+        "stall_cpu": stall_cpu,
+        "complete": complete,
+        "restore": restore,
+        "restore_cpu": restore_cpu,
+    }
     dist.barrier()
     if rank == 0:
         shutil.rmtree(folder)

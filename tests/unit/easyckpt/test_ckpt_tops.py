@@ -1,9 +1,13 @@
 """Whatever is saved at a state's top comes back, as a new state or in place, and `only` reaches into lists and tuples."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from easyckpt import Checkpointer, sources
@@ -30,14 +34,17 @@ def engine(folder):
     with_memory.close()
 
 
-def same(a, b):
+def same(a, b, *, in_order=True):
+    """Types, bits and, where it was not given by a live dict, the order of keys."""
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and torch.equal(a, b)
     if isinstance(a, dict):
-        return isinstance(b, dict) and list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+        alike = isinstance(b, dict) and (list(a) == list(b) if in_order else a.keys() == b.keys())
+        return alike and all(same(a[key], b[key], in_order=in_order) for key in a)
     if isinstance(a, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return a == b
+        alike = type(a) is type(b) and len(a) == len(b)
+        return alike and all(same(one, other, in_order=in_order) for one, other in zip(a, b, strict=True))
+    return type(a) is type(b) and a == b
 
 
 @pytest.mark.parametrize("top", TOPS)
@@ -149,6 +156,55 @@ def test_an_object_whose_state_is_no_dict_gets_the_bytes_that_were_saved(engine)
     fresh = Counts()
     engine.restore({"owner": fresh})
     assert torch.equal(fresh.counts, owner.counts)
+
+
+plain = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4) | st.binary(max_size=4)
+)
+kinds = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool])
+tensors = st.tuples(kinds, st.lists(st.integers(0, 3), max_size=2)).map(
+    lambda drawn: torch.ones(drawn[1], dtype=drawn[0])
+)
+keys = st.text("ab$/~", max_size=2) | st.integers(0, 3)
+states = st.recursive(
+    plain | tensors,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(keys, inner, max_size=3).filter(lambda drawn: len({str(key) for key in drawn}) == len(drawn))
+    ),
+    max_leaves=8,
+)
+
+
+def blank(state):
+    """The same with other values in every place."""
+    match state:
+        case torch.Tensor():
+            return torch.zeros_like(state)
+        case dict():
+            return {key: blank(value) for key, value in state.items()}
+        case list() | tuple():
+            return type(state)(map(blank, state))
+    return "blank"
+
+
+@settings(
+    max_examples=120, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(state=states, other=states)
+def test_any_nesting_is_loaded_and_filled_as_it_was_saved(engine, state, other):
+    """Whole, into its own like, and into whatever else stands in its place, as long as that is no tensor or dict where the saved one has none."""
+    engine.save(1, state)
+    assert same(engine.load()[1], state)
+    like = {"place": blank(state)}
+    engine.save(2, {"place": state})
+    engine.restore(like)
+    assert same(like["place"], state)
+    unlike = {"place": other}
+    with contextlib.suppress(Mismatch):
+        engine.restore(unlike)
+        assert same(unlike["place"], state, in_order=False)
 
 
 # ------------------------------------------------------------------------------------------------------------ exports
