@@ -69,6 +69,8 @@ class Checkpointer:
     _owed: Version | None = None
     """The save before, if it was to go to storage."""
     _saves = 0
+    _begun = False
+    """Whether the lineage of what is saved was settled since the start or the last restore."""
     _closed = False
 
     def __init__(
@@ -149,19 +151,21 @@ class Checkpointer:
     ) -> bool:
         """Starts a snapshot of `state` as it is now; False when it was skipped because no slot is free (counted, training goes on).
 
-        Returns as soon as everything may change again but what only an optimizer's step changes, which waits by itself. The first save of ranks
-        of a process group is a call of all of them: they begin the same lineage. Raises Unsupported
-        with the path of a value that cannot be saved, NoRoom, or SaveFailed for an earlier failure (this save was still made).
+        Returns as soon as everything may change again but what only an optimizer's step changes, which waits by itself. The first save after the
+        start or a restore is a call of all ranks of a process group: they begin the same lineage. Raises Unsupported with the path of a value
+        that cannot be saved, NoRoom, or SaveFailed for an earlier failure (this save was still made).
         """
         self._must_be_open()
         step, epoch = arguments.count("step", step), arguments.count("epoch", epoch)
         lineage = arguments.count("lineage", lineage) if lineage is not None else None
         started = time.monotonic()
         self._saver.settle(WAIT_SECONDS)
+        if not self._begun and lineage is None:
+            # Before anything that may fail or be skipped on one rank only: the others wait for it here.
+            self._history = begin(self._history, self._restorer().newest_known())
+        self._begun = True
         captured = walk.capture(state, self._captured)
         self._captured = captured.without_tensors()
-        if self._saves == 0 and lineage is None:
-            self._history = begin(self._history, self._restorer().newest_known())
         history = advance(self._history, step, lineage)
         self._pace.saw_save(step, started)
         marked = flush if flush is not None else self._is_flush_due(step)
@@ -271,7 +275,7 @@ class Checkpointer:
             self._history = History(lineage=header.lineage, step=header.step, rewinds=header.rewinds)
             if self._newest is None:
                 self._pace.resume(header.life)
-            self._saves = 0
+            self._saves, self._begun = 0, False
             if header.ranks == self.ranks:
                 self._saver.prepare_later(header)
         return filled

@@ -1,5 +1,11 @@
 """Which lineage a save belongs to."""
 
+import pytest
+import torch
+
+from easyckpt import shm
+from easyckpt.agreement import Alone
+from easyckpt.errors import Unsupported
 from easyckpt.layout import Rewind, is_dead
 from easyckpt.lineage import History, advance, begin
 
@@ -36,3 +42,40 @@ def test_the_callers_count_is_taken():
     history = advance(History(lineage=2, step=7), 8, given=3)
     assert history == History(lineage=3, step=8, rewinds=(Rewind(lineage=3, step=7),))
     assert advance(history, 9, given=3).rewinds == history.rewinds
+
+
+class Asked(Alone):
+    """How often the ranks are asked for what they know."""
+
+    times = 0
+
+    def newest_of_any(self, version):
+        self.times += 1
+        return version
+
+
+def test_the_ranks_are_asked_once_whatever_becomes_of_the_first_save(engine):
+    """A rank that skips or refuses its first save does not ask again with the second, when the others would not answer."""
+    before = engine()
+    for step in (1, 2):
+        before.save(step, {"w": torch.ones(9)})
+        before.wait()
+    before.close()
+    for segment in shm.scan(before.folder):
+        shm.pin(segment.path)
+    together = Asked()
+    anew = engine(folder=before.folder, ranks_agree=together)
+    assert not anew.save(1, {"w": torch.ones(9)})
+    with pytest.raises(Unsupported):
+        anew.save(2, {"w": object()})
+    assert not anew.save(3, {"w": torch.ones(9)})
+    assert together.times == 1
+
+
+def test_a_first_save_that_is_refused_has_asked_already(engine):
+    """The other ranks, whose state can be saved, are not left waiting for this one."""
+    together = Asked()
+    anew = engine(ranks_agree=together)
+    with pytest.raises(Unsupported):
+        anew.save(1, {"w": object()})
+    assert together.times == 1

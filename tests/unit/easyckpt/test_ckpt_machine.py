@@ -196,11 +196,11 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.alive()) > 1)
     @rule(data=st.data())
     def go_back(self, data):
-        """To any living version; what was above it is dead once the new lineage has saved."""
+        """To any living version; what was above it, readable or not, is dead once the new lineage has saved."""
         version = data.draw(st.sampled_from(sorted(self.alive())))
         state = {"w": torch.zeros(20_000), "step": 0}
         assert self.engine.restore(state, at=version) is not None
-        if any(other > version for other in self.alive()):
+        if version < (self.lineage, self.step):
             self.lineage += 1
             self.rewinds.append((self.lineage, version[1]))
         self.step = version[1]
