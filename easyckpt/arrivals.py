@@ -1,7 +1,7 @@
 """Segments on their way in over connections that may be cut: the next connection goes on at the very byte where the last one stopped.
 
 A segment is known by the digest of its header. One connection at a time receives it; one that has stalled gives way to the next. What is here
-already is not taken again; what nobody comes back for, or a newer segment of the same rank replaces, is dropped. No torch.
+already is not taken again, nor what a receiver that was killed had taken, as far as it proves itself; what nobody comes back for, or a newer segment of the same rank replaces, is dropped. No torch.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ PIECE_BYTES = 4 << 20
 STALLED_SECONDS = 2.0
 SUSPENDED_SECONDS = 120.0
 HANDOVER_SECONDS = 5.0
+PROVING_SECONDS = 5.0
+"""How long the sender may be kept waiting while what an earlier process left here is proven: some ten GiB."""
 
 
 class _Arrival:
@@ -98,6 +100,9 @@ class Arrivals:
 
     def _receive(self, arrival: _Arrival, connection: socket.socket, lines: Lines, request: Request) -> None:
         incoming = arrival.incoming
+        if incoming.received_bytes == 0:
+            give_up_at = time.monotonic() + PROVING_SECONDS
+            incoming.resume(request.prefix_digest, request.prefix_bytes, request.nbytes, give_up_at)
         resumed_at = incoming.received_bytes
         say(connection, Answer(at=resumed_at))
         block = memoryview(bytearray(min(PIECE_BYTES, max(1, request.nbytes - resumed_at))))

@@ -1,7 +1,8 @@
 """The peer tier: one sealed segment goes to another node's memory and is proven there before it is sealed. No torch, no numpy.
 
 The bytes are those of the file, whatever carries them: `open_for_send` pins the segment while its pieces are read, `Incoming` takes pieces of
-any size, checks every digest and writes the seal last. A copy that was cut off leaves no candidate and never harms the copy before it.
+any size, checks every digest and writes the seal last. A copy that was cut off leaves no candidate and never harms the copy before it; the
+next process takes it up where it proves itself (`Incoming.resume`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -18,9 +20,10 @@ from typing import Self
 import msgspec
 
 from easyckpt import layout, retain, shm
-from easyckpt.digest import StreamCheck
+from easyckpt.digest import StreamCheck, digest_bytes
 from easyckpt.errors import Corrupt, Foreign, Pinned
 from easyckpt.layout import SegmentHeader, SegmentName
+from easyckpt.pieces import pieces
 from easyckpt.retain import SlotState
 from easyckpt.shm import Segment
 
@@ -156,6 +159,23 @@ class Incoming:
             check.feed(piece)
             _write_all(self._fd, memoryview(piece).cast("B"), at)
 
+    def resume(self, prefix_digest: str, prefix_bytes: int, nbytes: int, give_up_at: float) -> None:
+        """Takes up what a killed process left of this very segment (by the digest of its header), up to the first byte that is not proven."""
+        if self._name is None or self._check is not None:
+            return
+        prefix = self._take_left_over(prefix_digest, prefix_bytes, nbytes)
+        if prefix is None:
+            return
+        header = self._take_header(prefix)
+        check = self._check = StreamCheck(header, where=f"the copy of {self._name.stem}")
+        self.received_bytes = prefix_bytes
+        for piece in pieces(header):
+            block = os.pread(self._fd, piece.end - piece.begin, prefix_bytes + piece.begin)
+            if digest_bytes(block) != piece.digest or time.monotonic() > give_up_at:
+                return
+            check.feed(block)
+            self.received_bytes += len(block)
+
     def commit(self) -> Segment:
         """Seals what arrived, if it is complete."""
         if self._check is None or self.header is None or self.path is None:
@@ -184,17 +204,43 @@ class Incoming:
         prefix_bytes = layout.prefix_length(self._head[:8], file_bytes=1 << 62, where=where)
         if len(self._head) < prefix_bytes:
             return None
-        self._prefix = bytes(self._head[:prefix_bytes])
-        header = layout.decode(self._prefix, where=where)
+        header = self._take_header(bytes(self._head[:prefix_bytes]))
+        name = SegmentName(member=header.member, rank=header.rank, slot=0, peer=True)
+        self._open_slot(name, header)
+        self._check = StreamCheck(header, where=f"the copy of {name.stem}")
+        return memoryview(self._head)[prefix_bytes:]
+
+    def _take_header(self, prefix: bytes) -> SegmentHeader:
+        """All bytes before the tensors. Raises Corrupt, or Foreign where they are not of the segment that was named."""
+        header = layout.decode(prefix, where="the arriving copy")
         name = SegmentName(member=header.member, rank=header.rank, slot=0, peer=True)
         if layout.parse_name(str(name)) is None:
             raise Foreign(f"{header.member!r} is not the name of a member; the copy is refused")
         if self._name is not None and (self._name.member, self._name.rank) != (header.member, header.rank):
             raise Foreign(f"{self._name} arrived with the header of {name.stem}; the copy is refused")
-        self._open_slot(name, header)
-        self.header = header
-        self._check = StreamCheck(header, where=f"the copy of {name.stem}")
-        return memoryview(self._head)[prefix_bytes:]
+        self._prefix, self.header = prefix, header
+        return header
+
+    def _take_left_over(self, prefix_digest: str, prefix_bytes: int, nbytes: int) -> bytes | None:
+        """Opens the slot in which the segment with this header was arriving, and returns the header's bytes."""
+        if self._name is None or not 8 < prefix_bytes <= layout.HEADER_LIMIT_BYTES:
+            return None
+        with _choosing:
+            for slot in range(PEER_SLOTS):
+                path = self._folder / str(msgspec.structs.replace(self._name, slot=slot, peer=True))
+                if path in _receiving or shm.living_writer(self._folder, path.name) is not None:
+                    continue
+                with contextlib.suppress(OSError):
+                    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+                    prefix = _left_over(fd, prefix_bytes, nbytes)
+                    if digest_bytes(prefix) == prefix_digest:
+                        self.path, self._fd = path, fd
+                        self._writer = shm.claim_writer(self._folder, path.name, wait_seconds=0)
+                        _receiving.add(path)
+                        shm.allocate(fd, nbytes, str(path))
+                        return prefix
+                    os.close(fd)
+        return None
 
     def _open_slot(self, name: SegmentName, header: SegmentHeader) -> None:
         """An unsealed or older slot, claimed; the newest copy that is whole stays."""
@@ -223,6 +269,13 @@ class Incoming:
             shm.unpin(self._writer)
             self._writer = None
             _receiving.discard(self.path)
+
+
+def _left_over(fd: int, prefix_bytes: int, nbytes: int) -> bytes:
+    """What stands before the tensors of a file that was never sealed, with the seal that it would have had; nothing of any other."""
+    if os.fstat(fd).st_size != nbytes or os.pread(fd, 8, 0) != layout.UNSEALED:
+        return b""
+    return (prefix_bytes - 8).to_bytes(8, "little") + os.pread(fd, prefix_bytes - 8, 8)
 
 
 def _claim(path: Path, nbytes: int) -> int:

@@ -21,7 +21,8 @@ from xxhash import xxh3_128
 from easyckpt import layout, shm
 from easyckpt.digest import PART_BYTES
 from easyckpt.errors import BadSegment, Corrupt, Pinned, Torn
-from easyckpt.layout import SegmentHeader, Version
+from easyckpt.layout import Version
+from easyckpt.pieces import Piece, pieces
 from easyckpt.shm import Segment
 
 RATE_BYTES_PER_SECOND = 128 << 20
@@ -65,15 +66,6 @@ class Damage(msgspec.Struct, frozen=True, kw_only=True):
     """A sentence for people."""
 
 
-class Piece(msgspec.Struct, frozen=True):
-    """Bytes that have a digest of their own: a tensor, or a part of a large one."""
-
-    begin: int
-    end: int
-    digest: str
-    tensor: str
-
-
 # ----------------------------------------------------------------------------------------------------------- decisions
 
 
@@ -93,20 +85,6 @@ def choose(watched: Mapping[str, Watched], now: float) -> str | None:
     """The file to read on in: the one that has been due longest."""
     due = {name: one.due_at for name, one in watched.items() if one.due_at <= now}
     return min(due, key=lambda name: (due[name], name), default=None)
-
-
-def pieces(header: SegmentHeader) -> list[Piece]:
-    """All bytes of a segment in file order, cut as its digests are."""
-    found = []
-    for entry in header.tensors:
-        begin, end = entry.offsets
-        if entry.alias_of or begin == end:
-            continue
-        cuts = range(begin, end, PART_BYTES) if entry.parts else (begin,)
-        for index, at in enumerate(cuts):
-            stop = min(at + PART_BYTES, end) if entry.parts else end
-            found.append(Piece(at, stop, entry.parts[index] if entry.parts else entry.digest, entry.name))
-    return sorted(found, key=lambda piece: piece.begin)
 
 
 def may_go(*, peer: bool, writer_lives: bool, others: bool) -> bool:

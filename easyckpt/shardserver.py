@@ -205,7 +205,11 @@ class _Sending:
     def __init__(self, outgoing: Outgoing, prefix_digest: str, bandwidth: Bandwidth | None) -> None:
         self._outgoing = outgoing
         self._request = Request(
-            verb="put", name=outgoing.path.name, nbytes=outgoing.total_bytes, prefix_digest=prefix_digest
+            verb="put",
+            name=outgoing.path.name,
+            nbytes=outgoing.total_bytes,
+            prefix_digest=prefix_digest,
+            prefix_bytes=outgoing.header_bytes,
         )
         self._bandwidth = bandwidth
         self.sent_bytes = 0

@@ -28,6 +28,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of a range, or of the whole segment to put."""
     prefix_digest: str = ""
     """Of all bytes before the tensors: which segment a put is about, also after a cut."""
+    prefix_bytes: int = 0
+    """How many those are."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

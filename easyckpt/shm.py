@@ -30,6 +30,7 @@ from easyckpt.retain import SlotState
 
 SHM = Path("/dev/shm")  # noqa: S108 - memory of the node, made private below
 LOCK_WAIT_SECONDS = 0.5
+LEFT_OVER_SECONDS = 120.0
 VERIFY_PIECE_BYTES = 4 << 20
 _WRITER = re.compile(r"(?P<stem>.+)\.writer\.(?P<pid>\d+)\.(?P<start>\d+)")
 _PIN = re.compile(r"(?P<segment>.+\.safetensors)\.pin\.(?P<pid>\d+)\.(?P<start>\d+)\.(?P<deadline_ms>\d+)")
@@ -328,6 +329,7 @@ def _no_room(where: str, needed: int, free: int) -> NoRoom:
 def reclaim(folder: str | os.PathLike[str], *, keep_sealed: bool = True) -> list[Path]:
     """Removes what nobody can use: unsealed segments that no living process writes, and marks of processes that ended.
 
+    A copy that was arriving just now, when its receiver was killed, stays for LEFT_OVER_SECONDS: its sender comes back with the rest.
     With `keep_sealed=False` sealed segments go too. Those that are pinned, or whose writer lives, stay.
     """
     folder = Path(folder)
@@ -337,12 +339,22 @@ def reclaim(folder: str | os.PathLike[str], *, keep_sealed: bool = True) -> list
         path = folder / str(name)
         if str(name) in held or (keep_sealed and peek(path) is not None):
             continue
+        if name.peer and _age_seconds(path) < LEFT_OVER_SECONDS:
+            continue
         if living_writer(folder, name.stem) is not None or living_writer(folder, str(name)) is not None:
             continue
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
             removed.append(path)
     return removed
+
+
+def _age_seconds(path: Path) -> float:
+    """Since it was last written to."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 # ---------------------------------------------------------------------------------------------------------- writers

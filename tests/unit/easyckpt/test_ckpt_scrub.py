@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from easyckpt import Checkpointer, layout, memory, replica, scrub, shm
-from easyckpt.scrub import Scrubber, Watched, choose, may_go, noticed, pieces
+from easyckpt.pieces import pieces
+from easyckpt.scrub import Scrubber, Watched, choose, may_go, noticed
 
 AFTER = 300.0
 
