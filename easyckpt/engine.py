@@ -219,6 +219,7 @@ class Checkpointer:
         if self._flusher is not None:
             self._flusher.wait(give_up_at, lambda: self._failure is not None)
         self._raise_failure()
+        self._raise_unsealed()
 
     def close(self) -> None:
         """Waits for the last save and flush and lets go of everything. A clean end leaves no memory behind that is on storage."""
@@ -237,6 +238,7 @@ class Checkpointer:
             every = [str(SegmentName(member=self.member, rank=rank, slot=0)) for rank in range(self.ranks)]
             self._copier.close(CLOSE_SECONDS, take_back=every if flushed and self._failure is None else ())
         self._raise_failure()
+        self._raise_unsealed()
 
     # --------------------------------------------------------------------------------------------------------- restore
 
@@ -402,6 +404,11 @@ class Checkpointer:
             error, self._failure = self._failure, None
         if error is not None:
             raise SaveFailed(f"an earlier save failed: {error}") from error
+
+    def _raise_unsealed(self) -> None:
+        """No failure, and no snapshot: who waits for one has to know."""
+        if self._saver.unsealed:
+            raise SaveFailed(self._saver.unsealed)
 
     def _must_be_open(self) -> None:
         if self._closed:

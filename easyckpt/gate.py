@@ -55,7 +55,8 @@ class Governed:
                 held += state.values() if isinstance(state, dict) else ()
         tensors = [value for value in held if isinstance(value, torch.Tensor)]
         self._tensors = [value if type(value) in _PLAIN_TYPES else local_part(value) for value in tensors]
-        self.addresses = {tensor.data_ptr() for tensor in self._tensors}
+        # Tensors without elements have the address 0, as has what lies in no plain memory.
+        self.addresses = {tensor.data_ptr() for tensor in self._tensors} - {0}
         self._storages: set[int] | None = None
 
     def holds(self, tensor: torch.Tensor, address: int) -> bool:
@@ -63,7 +64,7 @@ class Governed:
         if address in self.addresses:
             return True
         if self._storages is None:
-            self._storages = {tensor.untyped_storage().data_ptr() for tensor in self._tensors}
+            self._storages = {tensor.untyped_storage().data_ptr() for tensor in self._tensors} - {0}
         return tensor.untyped_storage().data_ptr() in self._storages
 
 

@@ -31,7 +31,8 @@ SUFFIX = ".safetensors"
 _LENGTH = struct.Struct("<Q")
 UNSEALED = _LENGTH.pack(0)
 _DIGEST_KEY = f"easyckpt.{digest.KIND}"
-_OPENING = f'{{"__metadata__":{{"{_DIGEST_KEY}":"'.encode()
+RESERVED_NAME = "__metadata__"
+_OPENING = f'{{"{RESERVED_NAME}":{{"{_DIGEST_KEY}":"'.encode()
 _DIGEST_AT = _LENGTH.size + len(_OPENING)
 _VERSION = re.compile(rb'"easyckpt\.version":"(\d+)\.(\d+)"')
 PEEK_BYTES = 256
@@ -149,7 +150,7 @@ class SegmentHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 class _File(msgspec.Struct):
     """The part of a safetensors header that we read: the index beside it is derived from ours."""
 
-    metadata: dict[str, str] = msgspec.field(name="__metadata__")
+    metadata: dict[str, str] = msgspec.field(name=RESERVED_NAME)
 
 
 _FILE = msgspec.json.Decoder(_File)
@@ -224,7 +225,7 @@ def with_digests(header: SegmentHeader, digests: Mapping[str, TensorDigest]) -> 
 def encode(header: SegmentHeader, prefix_bytes: int | None = None) -> bytes:
     """All bytes before the tensors, the seal included, padded to `prefix_bytes` or to the next page."""
     document = {
-        "__metadata__": {
+        RESERVED_NAME: {
             _DIGEST_KEY: digest.BLANK,
             "easyckpt.version": f"{header.lineage}.{header.step}",
             "format": "pt",

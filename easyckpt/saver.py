@@ -91,7 +91,10 @@ class Saver:
         self._on_failed = on_failed
         names = [msgspec.structs.replace(name, slot=slot) for slot in range(slots)]
         self._slots = [Slot(folder / str(one)) for one in names]
-        self._sorter = Sorter(overlap=overlap)
+        # Under write protection everything may change at once: what is still is protected and copied like the rest.
+        self._sorter = Sorter(overlap=overlap, keeps=shield is None)
+        self.unsealed = ""
+        """Why the last save is no snapshot, where that is no failure."""
         self._targets: dict[Path, tuple[Sequence[Small], int, list[memoryview]]] = {}
         """By slot, for the small tensors of a capture and the slot's address: where they go."""
         self._proofs: list[Proof] = []
@@ -170,8 +173,14 @@ class Saver:
         copy = Copy(slot.view(), lane)
         copy.copy_small(captured.small, self._targets_of(slot, captured.small))
         copy.copy_only(now)
+        if not self._overlap:
+            # Everything may change when this returns: what was to stay in the slot is proven now, or copied.
+            copy.keep(kept)
+            copy.copy_only([leaf for leaf in kept if not _is_kept(copy, slot, leaf)])
+            kept = []
         copy.finish()
         self._begun += 1
+        self.unsealed = ""
         copied = threading.Event()
         if not later:
             copied.set()
@@ -315,10 +324,14 @@ class Saver:
         job.copy.keep(job.kept)
         job.copy.hash_rest()
         self._name_moved(job, moved)
-        if changed := [leaf.entry.name for leaf in job.kept if not self._is_kept(job, leaf)]:
+        if changed := [leaf.entry.name for leaf in job.kept if not _is_kept(job.copy, job.slot, leaf)]:
+            # As they may: but whether before or after the save, nobody can tell.
             self._sorter.moved(changed)
-            text = f"{changed} had stayed the same for some saves and changed in this one before that was proven; copied at once from now on"
-            self._skip(job.header, text)
+            self.unsealed = (
+                f"step {job.header.step} was not saved: {changed} had stayed the same for some saves, were not copied, and changed"
+                " before they were proven; copied at once from now on"
+            )
+            self._skip(job.header, self.unsealed)
             job.slot.written = {}
             return
         self._sorter.saved(job.copy.digests)
@@ -333,21 +346,21 @@ class Saver:
     def _name_moved(self, job: Job, on_devices: list[str]) -> None:
         found = job.copy.digests
         copied = [one.name for one in job.proofs if one.digest is not None and found[one.name] != one.digest]
-        kept = [leaf for leaf in job.kept if not self._is_kept(job, leaf) and not self._sorter.has_changed(leaf)]
-        if moved := on_devices + copied + [leaf.entry.name for leaf in kept]:
+        if moved := on_devices + copied:
             self._sorter.moved(moved)
             text = f"something else than an optimizer changed {moved} while it was copied"
             self._tell("tensor_moved", job.header.version, text=f"{text}; copied at once from now on")
             raise SaveFailed(f"step {job.header.step} was not saved: {text}. Call ready() before changing the state so")
 
-    def _is_kept(self, job: Job, leaf: Leaf) -> bool:
-        """Whether a tensor that was not copied is what the slot holds."""
-        held = job.slot.written[leaf.entry.name]
-        return job.copy.digests[leaf.entry.name] == (held.digest, held.parts)
-
     def _tell(self, kind: Kind, version: Version, **fields: str | float) -> None:
         lineage, step = version
         self._events.emit(msgspec.convert({"kind": kind, "lineage": lineage, "step": step, **fields}, Event))
+
+
+def _is_kept(copy: Copy, slot: Slot, leaf: Leaf) -> bool:
+    """Whether a tensor that was not copied is what the slot holds, now that both are hashed."""
+    held = slot.written[leaf.entry.name]
+    return copy.digests[leaf.entry.name] == (held.digest, held.parts)
 
 
 def _few(leaves: Sequence[Leaf]) -> dict[str, Leaf]:

@@ -48,8 +48,10 @@ class _Roles(NamedTuple):
 class Sorter:
     """Of one saver."""
 
-    def __init__(self, *, overlap: bool) -> None:
+    def __init__(self, *, overlap: bool, keeps: bool) -> None:
+        """`overlap`: whether anything is copied later. `keeps`: whether what is still is left in its slot."""
         self._overlap = overlap
+        self._keeps = keeps
         self._restless: set[str] = set()
         self._stillness = Stillness()
         self._roles: _Roles | None = None
@@ -66,7 +68,7 @@ class Sorter:
         self._stillness.forget()
         for number in roles.loose:
             leaf = captured.leaf(number)
-            if self._stillness.is_held(leaf, held.get(leaf.entry.name)):
+            if self._keeps and self._stillness.is_held(leaf, held.get(leaf.entry.name)):
                 kept.append(leaf.held())
             else:
                 now.append(leaf)
@@ -75,10 +77,6 @@ class Sorter:
     def saved(self, digests: Mapping[str, TensorDigest]) -> None:
         """What the save before found, once it is sealed."""
         self._restless.update(self._stillness.saved(digests))
-
-    def has_changed(self, kept: Leaf) -> bool:
-        """Whether a kept tensor was changed since the save began in a way that torch counts: as it may, but its bytes are proven by nothing then."""
-        return self._stillness.was_changed(kept)
 
     def moved(self, names: Iterable[str]) -> list[str]:
         """These were changed where that does harm; those of them that were not known for it."""

@@ -1,8 +1,8 @@
 """Which tensors need no copy because a slot holds their bytes already: frozen weights, LoRA's base, large tables.
 
 A tensor counts as still when two saves of it, while its version counter stood at the same number, gave the same digest. The counter alone is
-not trusted (`.data`, numpy and C++ write past it): what is left in its slot is hashed at its source in every save, behind the trainer's back, and one
-that was found changed is never left again. A tensor that is made anew for each save has other memory each time and is never still.
+not trusted (`.data`, numpy and C++ write past it): what is left in its slot is hashed at its source in every save, and one that was found changed is
+never left again. A tensor that is made anew for each save has other memory each time and is never still.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from easyckpt.digest import TensorDigest
@@ -52,10 +51,6 @@ class Stillness:
             and (held.offsets, held.dtype, held.shape) == (entry.offsets, entry.dtype, entry.shape)
         )
 
-    def was_changed(self, leaf: Leaf) -> bool:
-        """Whether, by its counter, it changed since the save that is on its way began: as it may."""
-        return self._now[leaf.entry.name].version != _version(leaf.tensor)
-
     def saved(self, digests: Mapping[str, TensorDigest]) -> Iterable[str]:
         """Takes over what the save found. Names of tensors that changed past their counter."""
         past = []
@@ -81,10 +76,7 @@ class Stillness:
             return None
         seen = self._seen.get(name)
         memory = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        now = _Record(memory, tensor.data_ptr(), _version(tensor))
+        version = tensor._version  # noqa: SLF001 - torch has no other name for it
+        now = _Record(memory, tensor.data_ptr(), version)
         self._now[name] = now
         return seen if seen is not None and seen[:3] == now[:3] else None
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return int(tensor._version)  # noqa: SLF001 - torch has no other name for it

@@ -26,7 +26,7 @@ _PLAIN = frozenset({list, int, float})
 
 def part(key: object) -> str:
     """One part of a path: "/" and "~" inside a key are written as JSON pointers write them."""
-    text = str(key)
+    text = str.__str__(key) if isinstance(key, str) else str(key)
     return text.replace("~", "~0").replace("/", "~1") if "/" in text or "~" in text else text
 
 
@@ -51,7 +51,7 @@ def encode(value: Any, leaf: Callable[[str, Any], Any], path: str | None = None)
         case None | bool():
             return value
         case str():
-            return _text(str(value), path)
+            return _text(str.__str__(value), path)  # an enum's own str() is its name
         case int():
             return int(value) if -_JSON_INT_LIMIT <= value < _JSON_INT_LIMIT else {"$int": str(value)}
         case float():

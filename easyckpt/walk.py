@@ -16,7 +16,7 @@ import torch
 
 from easyckpt import gate, memory, snapshot, tree
 from easyckpt.errors import Unsupported
-from easyckpt.layout import DTYPES, TensorEntry, place
+from easyckpt.layout import DTYPES, RESERVED_NAME, TensorEntry, place
 from easyckpt.snapshot import PLAIN_TYPES, SMALL_BYTES, Leaf, Small, address_of, dtype_name, is_stateful
 
 
@@ -305,6 +305,10 @@ def _entry(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, TensorEntry]:
     if local.layout != torch.strided or local.device.type == "meta" or local.is_quantized:
         raise Unsupported(
             f"state[{name!r}] is {local.layout} on {local.device}: only dense tensors with data can be saved"
+        )
+    if name == RESERVED_NAME:
+        raise Unsupported(
+            f"state[{name!r}]: safetensors files keep this name for themselves; nothing was saved. Rename it"
         )
     if dtype_name(local) not in DTYPES:
         raise Unsupported(f"state[{name!r}] has type {local.dtype}, which a snapshot cannot hold; nothing was saved")

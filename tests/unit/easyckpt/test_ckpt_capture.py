@@ -112,6 +112,12 @@ def test_a_tensor_that_became_sparse_is_refused_by_name():
         walk.capture(state, before)
 
 
+def test_the_one_name_that_safetensors_reserves_is_refused():
+    with pytest.raises(Unsupported, match="__metadata__"):
+        walk.capture({"__metadata__": torch.ones(3)})
+    assert walk.capture({"model": {"__metadata__": torch.ones(3)}, "other": {"__metadata__": "text"}}).entries
+
+
 def test_small_tensors_keep_their_bytes_whatever_holds_them():
     """Their memory is copied by address: one that a state_dict() makes anew lives until it is copied."""
 

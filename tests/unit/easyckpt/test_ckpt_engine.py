@@ -178,6 +178,20 @@ def test_the_gate_proves_nothing_about_what_may_change(engine):
     assert checkpointer.events.counts["tensor_moved"] == 0
 
 
+def test_an_optimizer_of_a_tensor_without_elements_governs_nothing_else(engine, monkeypatch):
+    """Its address is 0, as is that of what lies in no plain memory: that one is still copied at once."""
+    held = Held(monkeypatch)
+    model, empty = nn.Linear(LARGE, LARGE), nn.Parameter(torch.empty(0))
+    optimizer = torch.optim.SGD([*model.parameters(), empty], lr=0.1)
+    average = torch.ones(LARGE, LARGE).t()
+    checkpointer = engine()
+    checkpointer.save(1, {"model": model, "optimizer": optimizer, "average": average})
+    average.zero_()
+    held.go.set()
+    checkpointer.wait()
+    assert checkpointer.load()[1]["average"].sum() == LARGE * LARGE
+
+
 def test_copy_mode_returns_when_everything_may_change(engine, monkeypatch):
     held = Held(monkeypatch)
     held.go.set()

@@ -2,6 +2,7 @@
 
 import math
 from collections import OrderedDict
+from enum import Enum, IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,6 +47,21 @@ def test_every_value_comes_back_with_its_type(state):
     """Through real JSON text: tuples stay tuples, integer keys integers, nan nan, and keys that look like our marks stay keys."""
     text = msgspec.json.encode(tree.encode(state, lambda _path, value: value))
     assert same(state, tree.decode(msgspec.json.decode(text), lambda name: name))
+
+
+class Mode(str, Enum):  # noqa: UP042 - a StrEnum says its value, this its name
+    COSINE = "cosine"
+
+
+class Level(IntEnum):
+    HIGH = 3
+
+
+def test_a_subclass_of_a_plain_type_comes_back_as_the_plain_value():
+    """Whatever its own str() says, as a value and as a key."""
+    state = {"mode": Mode.COSINE, "level": Level.HIGH, "by": {Mode.COSINE: 1, Level.HIGH: 2}}
+    document = tree.encode(state, lambda _path, value: value)
+    assert same({"mode": "cosine", "level": 3, "by": {"cosine": 1, 3: 2}}, tree.decode(document, lambda name: name))
 
 
 def test_paths_of_tensors_cannot_collide():
