@@ -201,7 +201,7 @@ def test_memory_that_is_given_back_while_it_is_read_raises_no_signal(watch, make
     start = time.monotonic()
     one.step(start)
     with open(path, "r+b") as file:
-        one._header(file.fileno(), path, segment.opening)
+        one._plan_of(file.fileno(), path, segment.opening)
         os.truncate(path, segment.prefix_bytes + 9)
         run_until_rest(one, start + AFTER + 1)
         assert len(told) == 1
