@@ -8,7 +8,7 @@ cut another way than it was saved is pieced together from all shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -83,8 +83,8 @@ class Plan:
             return self._stateful(value, document, path)
         if isinstance(value, MutableMapping):
             return self._mapping(value, document, path)
-        if isinstance(value, MutableSequence) and isinstance(document, list):
-            return self._sequence(value, document, path)
+        if isinstance(value, list) and isinstance(document, list):
+            return self._list(value, document, path)
         listed = document.get("$tuple") if isinstance(document, dict) else None
         if isinstance(value, tuple) and isinstance(listed, list) and len(listed) == len(value):
             parts = [(*path, str(index)) for index in range(len(value))]
@@ -95,18 +95,23 @@ class Plan:
             return value if _is_same(filled, value) else filled
         return self._made_anew(document, path)
 
-    def _sequence(self, value: MutableSequence[Any], document: list[Any], path: tree.Path) -> MutableSequence[Any]:
-        """The same object, longer or shorter where the snapshot's is."""
+    def _list(self, value: list[Any], document: list[Any], path: tree.Path) -> list[Any]:
+        """The same object, as long as the snapshot's where all of it is wanted."""
+        whole = self._is_whole(path)
+        items: list[Any] = []
         for index, item in enumerate(document):
             inner = (*path, str(index))
-            if index >= len(value) and self._is_whole(path):
-                self._after.append(partial(value.append, self._made_anew(item, inner)))
-            elif index >= len(value) and self._is_wanted(inner):
-                self._problem(f"{tree.join(inner)!r} has no place in the state, whose list has {len(value)}")
+            if index < len(value):
+                items.append(self._value(value[index], item, inner) if self._is_wanted(inner) else value[index])
+            elif whole:
+                items.append(self._made_anew(item, inner))
             elif self._is_wanted(inner):
-                self._set(value, index, self._value(value[index], item, inner))
-        if self._is_whole(path):
-            self._after += [value.pop] * (len(value) - len(document))
+                self._problem(f"{tree.join(inner)!r} has no place in the state, whose list has {len(value)}")
+        if whole and len(document) != len(value):
+            self._after.append(partial(value.__setitem__, slice(None), items))
+        else:
+            for index, new in enumerate(items):
+                self._set(value, index, new)
         return value
 
     def _made_anew(self, document: Any, path: tree.Path) -> Any:

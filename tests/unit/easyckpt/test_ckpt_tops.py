@@ -88,6 +88,14 @@ def test_a_list_in_the_state_becomes_as_long_as_the_saved_one(engine):
     assert same(shorter, longer)
 
 
+def test_a_list_in_two_places_becomes_the_saved_one_once(engine):
+    engine.save(1, {"a": [1, 2], "b": [1, 2]})
+    shared = [7, 8, 9]
+    state = {"a": shared, "b": shared}
+    engine.restore(state)
+    assert state == {"a": [1, 2], "b": [1, 2]}
+
+
 def test_a_top_that_cannot_become_the_saved_one_is_told_and_unchanged(engine):
     engine.save(1, (torch.ones(2), 5))
     state = (torch.zeros(2), 4)
