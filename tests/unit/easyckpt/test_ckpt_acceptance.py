@@ -157,7 +157,7 @@ def test_only_one_process_touches_storage_and_no_rank_polls_for_anothers_file(en
         one.restore(filled(0))
         one._storage = Counting(tmp_path)
         storages.append(one._storage)
-        one._saves = 1  # what was there before is known
+        one._begun = True  # what was there before is known
     for step in range(1, 5):
         for one in ranks:
             one.save(step, filled(step))
