@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from easyckpt import layout, memory, shm
-from easyckpt.errors import NoRoom
+from easyckpt.errors import NoRoom, Pinned
 from easyckpt.layout import SegmentHeader, TensorEntry, Version
 
 
@@ -112,9 +112,11 @@ class Slot:
         return memoryview(self._memory)
 
     def claim(self) -> None:
-        """Zeroes the seal: from here on the old content is gone. Raises Pinned if it is being copied away."""
+        """Zeroes the seal: from here on the old content is gone. Raises Pinned if it is being copied away, or was removed just now."""
         with shm.locked(self._fd, str(self.path)):
             shm.refuse_pinned(self.path)
+            if self.is_lost():
+                raise Pinned(f"{self.path} was removed or replaced just now: the next save takes a new one")
             os.pwrite(self._fd, layout.UNSEALED, 0)
         self.overwritten = self.version if self.version is not None else self.overwritten
         self.version = None

@@ -46,7 +46,7 @@ class Storage(Protocol):
         """Publishes the manifest, exclusively and last. Raises AlreadyFlushed."""
 
     def folders(self) -> list[str]:
-        """All folders that look like checkpoints, committed or not."""
+        """All folders that look like checkpoints, committed or not. Raises StorageError where that cannot be told."""
 
     def read_manifest(self, folder: str) -> bytes | None:
         """None when the folder was never committed."""
@@ -163,8 +163,14 @@ class FolderStorage:
 
     def folders(self) -> list[str]:
         found = []
-        for role in _subfolders(self.root):
-            found += [f"{role}/{name}" for name in _subfolders(self.root / role) if manifest.parse_folder(name)]
+        try:
+            for role in _subfolders(self.root):
+                found += [f"{role}/{name}" for name in _subfolders(self.root / role) if manifest.parse_folder(name)]
+        except OSError as error:
+            raise StorageError(
+                f"the checkpoints in {self.root} cannot be listed ({error.strerror}), so what is newest is not known."
+                " Nothing was changed; mend the storage, or name another"
+            ) from error
         return found
 
     def read_manifest(self, folder: str) -> bytes | None:

@@ -13,6 +13,7 @@ from easyckpt import Checkpointer, read_weights, shm
 from easyckpt.errors import Corrupt, EasyckptError, SaveFailed, Torn, Unsealed
 from easyckpt.flush import Flusher
 from easyckpt.replica import open_for_send, receive
+from easyckpt.slot import Slot
 
 LARGE = 300  # a square of this many floats is copied by the thread
 
@@ -190,6 +191,22 @@ def test_an_optimizer_of_a_tensor_without_elements_governs_nothing_else(engine, 
     held.go.set()
     checkpointer.wait()
     assert checkpointer.load()[1]["average"].sum() == LARGE * LARGE
+
+
+def test_a_segment_removed_just_before_it_is_claimed_costs_one_save(engine, folder, monkeypatch):
+    """As whoever finds it damaged removes it: no save goes to a file without a name."""
+    checkpointer = engine()
+    state = {"w": torch.ones(LARGE, LARGE)}
+    for step in (1, 2):
+        checkpointer.save(step, state)
+        checkpointer.wait()
+    with monkeypatch.context() as patch:
+        fit = Slot.fit
+        patch.setattr(Slot, "fit", lambda this, *sizes: (fit(this, *sizes), this.path.unlink()))
+        assert not checkpointer.save(3, state)
+    assert checkpointer.save(4, state)
+    checkpointer.wait()
+    assert [one.step for one in checkpointer.candidates()] == [4, 2]
 
 
 def test_copy_mode_returns_when_everything_may_change(engine, monkeypatch):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from easyckpt.errors import EasyckptError, Mismatch, Pinned, SaveFailed, Unsupported
+from easyckpt.errors import EasyckptError, Mismatch, Pinned, SaveFailed, StorageError, Unsupported
 
 
 @pytest.fixture
@@ -204,3 +204,14 @@ def test_a_state_that_holds_itself_or_text_that_is_none_is_refused_by_its_path(e
         checkpointer.save(1, {"notes": ["\udc80"]})
     with pytest.raises(Unsupported, match="no Unicode"):
         checkpointer.save(1, {"\udc80": 1})
+
+
+def test_a_storage_that_cannot_be_listed_is_named_and_nothing_begins_anew(engine, tmp_path):
+    """To start from nothing beside checkpoints that are only out of reach would bury them."""
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    checkpointer = engine(loop)
+    with pytest.raises(StorageError, match="cannot be listed"):
+        checkpointer.restore({"w": torch.zeros(3)})
+    with pytest.raises(StorageError, match="cannot be listed"):
+        checkpointer.save(1, {"w": torch.zeros(3)})
