@@ -27,6 +27,13 @@ def count(name: str, value: Any) -> int:
     return number
 
 
+def text(name: str, value: Any) -> str:
+    """Raises TypeError."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} {value!r} is a {type(value).__name__}; nothing was saved. Give text, str({name})")
+    return str.__str__(value)
+
+
 def check(
     *,
     member: str,

@@ -158,6 +158,7 @@ class Checkpointer:
         self._must_be_open()
         step, epoch = arguments.count("step", step), arguments.count("epoch", epoch)
         lineage = arguments.count("lineage", lineage) if lineage is not None else None
+        chain = arguments.text("chain", chain)
         started = time.monotonic()
         self._saver.settle(WAIT_SECONDS)
         if not self._begun and lineage is None:
@@ -186,6 +187,8 @@ class Checkpointer:
 
     def ready(self, timeout_seconds: float = WAIT_SECONDS) -> None:
         """Returns when everything may change. Optimizer steps call it by themselves; call it before changing the state in other ways."""
+        if self._pid != os.getpid():
+            return  # a forked child's state is its own, and nobody copies it
         started = time.monotonic()
         self._saver.ready(timeout_seconds)
         self._pace.saw_stall(time.monotonic() - started)

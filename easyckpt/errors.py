@@ -17,6 +17,7 @@ EasyckptError
     ├── StorageFull      disk or quota
     ├── StorageDenied    read-only or not permitted
     ├── BeingFlushed     another writer is at the same step
+    ├── Disputed         another trainer committed another state as the same step
     └── AlreadyFlushed   another writer committed the same step
 """
 
@@ -96,6 +97,10 @@ class StorageDenied(StorageError):
 
 class BeingFlushed(StorageError):
     """Another writer is at the same step; it is looked at again later."""
+
+
+class Disputed(StorageError):
+    """Another trainer of this name committed another state as the same step."""
 
 
 class AlreadyFlushed(StorageError):

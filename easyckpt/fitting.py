@@ -18,7 +18,7 @@ from easyckpt import gate, reader, reshard, snapshot, tree
 from easyckpt.errors import Mismatch
 from easyckpt.layout import TensorEntry
 from easyckpt.reader import Fill, Parts, Whole, box_of
-from easyckpt.reshard import Box, Extents
+from easyckpt.reshard import Box
 from easyckpt.snapshot import is_stateful
 from easyckpt.sources import OpenShard
 
@@ -51,7 +51,7 @@ class Plan:
         self._only = tuple(only) if only is not None else None
         self._problems: list[str] = []
         self._made: dict[str, torch.Tensor] = {}
-        self._cuts: dict[tuple[Any, Extents], tuple[Extents, Extents]] = {}
+        self._cuts = snapshot.Cuts()
         self.fills: list[Fill] = []
         self._after: list[Callable[[], object]] = []
 
@@ -133,7 +133,11 @@ class Plan:
             self._problem(f"{name!r} is a tensor in the state, not in the snapshot")
             return target
         local = gate.local_part(target).detach()
-        whole_shape, offsets = self._cut(name, target, tuple(local.shape))
+        shape = tuple(local.shape)
+        whole_shape, offsets = self._cuts.of(name, target, shape) or (shape, (0,) * len(shape))
+        if any(size > 1 and not stride for size, stride in zip(shape, local.stride(), strict=True)):
+            self._problem(f"{name!r} is expanded, several of its elements are one: give restore() a clone() of it")
+            return target
         entry = held[0][1]
         if (entry.dtype, entry.global_shape or entry.shape) != (snapshot.dtype_name(local), whole_shape):
             saved = f"{entry.dtype}{list(entry.global_shape or entry.shape)}"
@@ -157,13 +161,6 @@ class Plan:
             chosen = tuple((*held[piece.source], piece.box) for piece in pieces)
             self.fills.append(Parts(pieces=chosen, target=local, box=box))
         return target
-
-    def _cut(self, name: str, target: torch.Tensor, shape: Extents) -> tuple[Extents, Extents]:
-        """(shape of the whole, where this rank's part begins). Layers are cut alike, and torch takes longer to say how than a small one to be read."""
-        at = getattr(target, "_spec", None), shape
-        if at[0] is None or at not in self._cuts:
-            self._cuts[at] = snapshot.global_box(name, target) or (shape, (0,) * len(shape))
-        return self._cuts[at]
 
     def _mapping(self, value: MutableMapping[Any, Any], document: Any, path: tree.Path, *, closed: bool = False) -> Any:
         items = _items(document)

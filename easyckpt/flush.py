@@ -15,7 +15,7 @@ from pathlib import Path
 from easyckpt import digest, manifest, retain, shm
 from easyckpt.claims import Claim, Claims
 from easyckpt.digest import StreamCheck
-from easyckpt.errors import AlreadyFlushed, BeingFlushed, Corrupt, EasyckptError, Torn, Unsealed
+from easyckpt.errors import AlreadyFlushed, BeingFlushed, Corrupt, Disputed, EasyckptError, Torn, Unsealed
 from easyckpt.events import Event, Events, Kind
 from easyckpt.layout import Rewind, Version
 from easyckpt.manifest import Manifest, Shard
@@ -39,7 +39,7 @@ def flush_segment(
     claims: Claims | None = None,
     mappings: Mappings | None = None,
 ) -> Manifest:
-    """Commits the segments of all ranks of one member at one step. Raises StorageError, Corrupt, Torn, AlreadyFlushed, BeingFlushed.
+    """Commits the segments of all ranks of one member at one step. Raises StorageError, Corrupt, Torn, AlreadyFlushed, Disputed, BeingFlushed.
 
     Nothing that was committed before is touched; a failed flush leaves no manifest. `claims` remembers what other writers were seen to do,
     `mappings` keeps the segments mapped for the next flush.
@@ -49,18 +49,38 @@ def flush_segment(
     target = open_storage(storage)
     folder = manifest.folder_name(segments[0].header)
     if target.read_manifest(folder) is not None:
+        refuse_dispute(segments, target, folder)
         raise AlreadyFlushed(f"{folder} is on storage already; nothing was written")
-    with contextlib.ExitStack() as stack:
-        files = stack.enter_context(opened(segments, pin_seconds))
-        claim = stack.enter_context((claims or Claims()).held(target, folder))
-        mappings = mappings or Mappings()
-        shards = [
-            write_shard(fd, segment, target, folder, claim, mappings)
-            for fd, segment in zip(files, segments, strict=True)
-        ]
-        record = manifest.of([segment.header for segment in segments], shards)
-        target.commit(folder, manifest.encode(record))
+    try:
+        with contextlib.ExitStack() as stack:
+            files = stack.enter_context(opened(segments, pin_seconds))
+            claim = stack.enter_context((claims or Claims()).held(target, folder))
+            mappings = mappings or Mappings()
+            shards = [
+                write_shard(fd, segment, target, folder, claim, mappings)
+                for fd, segment in zip(files, segments, strict=True)
+            ]
+            record = manifest.of([segment.header for segment in segments], shards)
+            target.commit(folder, manifest.encode(record))
+    except AlreadyFlushed:  # between that look and the claim, or the commit
+        refuse_dispute(segments, target, folder)
+        raise
     return record
+
+
+def refuse_dispute(segments: Sequence[Segment], storage: Storage, folder: str) -> None:
+    """Raises Disputed where a committed checkpoint of this member is not the step that these segments hold."""
+    raw = storage.read_manifest(folder)
+    record = manifest.decode(raw, where=folder) if raw is not None else None
+    header = segments[0].header
+    if record is None or record.member != header.member:
+        return
+    theirs = {shard.rank: shard.state_digest for shard in record.shards}
+    if any(theirs.get(one.header.rank) != one.header.state_digest for one in segments):
+        raise Disputed(
+            f"{folder} on storage is not step {header.step} of this {header.member}: another trainer of that name wrote it."
+            " Nothing was overwritten, memory holds this one. End one of the two, or give it another storage"
+        )
 
 
 def newest_to_flush(
@@ -120,6 +140,8 @@ class Flusher:
         self._keep_every = keep_every
         self._events = events or Events()
         self._flushed: set[Version] | None = None
+        self.disputed: set[Version] = set()
+        """Those of them that are another trainer's: storage does not have what memory holds."""
         self._claims = Claims()
         self._mappings = Mappings()
         self._scrubber = scrubber
@@ -150,6 +172,9 @@ class Flusher:
         except (EasyckptError, OSError) as error:
             if isinstance(error, Corrupt):
                 self._damaged.add(chosen, self._scrubber)
+            if isinstance(error, Disputed):
+                self.disputed.add((lineage, step))
+                self._flushed = {*(self._flushed or ()), (lineage, step)}
             self._tell_failure(str(error), (lineage, step))
             raise
         if self._scrubber is not None:
@@ -207,7 +232,7 @@ class Flusher:
     @property
     def newest(self) -> Version | None:
         """The newest version that is known to be on storage, whoever flushed it."""
-        return max(self._flushed or (), default=None)
+        return max((self._flushed or set()) - self.disputed, default=None)
 
     def tidy(self) -> list[str]:
         """Deletes what retention lets go. A failure is told as an event and never fatal."""

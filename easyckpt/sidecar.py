@@ -194,7 +194,7 @@ def run(settings: Settings) -> None:
         _flush_all(flusher, scrubber, marked_only=False)
     scrubber.close()
     if closing:
-        _remove_own(settings, events)
+        _remove_own(settings, events, flusher.disputed)
 
 
 def _make_flusher(settings: Settings, events: Events, scrubber: Scrubber) -> Flusher:
@@ -275,7 +275,7 @@ def _others_follow(settings: Settings, flushed: Version | None) -> bool:
     return any(shm.living_writer(folder, f"{settings.member}.r{rank}") is not None for rank in late)
 
 
-def _remove_own(settings: Settings, events: Events) -> None:
+def _remove_own(settings: Settings, events: Events, disputed: Collection[Version]) -> None:
     """At a clean end no memory stays behind that is on storage, whoever brought it there and whoever sealed it."""
     folder = Path(settings.folder)
     try:
@@ -287,7 +287,9 @@ def _remove_own(settings: Settings, events: Events) -> None:
         if name.member != settings.member or name.peer:
             continue
         version = shm.peek(folder / str(name))
-        if may_be_removed(version, stored, is_being_written=shm.living_writer(folder, name.stem) is not None):
+        if version not in disputed and may_be_removed(
+            version, stored, is_being_written=shm.living_writer(folder, name.stem) is not None
+        ):
             with contextlib.suppress(FileNotFoundError):
                 (folder / str(name)).unlink()
         elif version is not None:

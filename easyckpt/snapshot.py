@@ -16,6 +16,7 @@ from easyckpt.cuda import Lane
 from easyckpt.digest import TensorDigest, TensorHash, digest_tensor
 from easyckpt.errors import Unsupported
 from easyckpt.layout import DTYPES, TensorEntry
+from easyckpt.reshard import Extents
 
 CHUNK_BYTES = 4 << 20
 SMALL_BYTES = 64 << 10
@@ -54,7 +55,7 @@ def is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def global_box(name: str, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def global_box(name: str, tensor: torch.Tensor) -> tuple[Extents, Extents] | None:
     """(shape of the whole, where this rank's part begins) of a DTensor; None for a plain tensor."""
     local = getattr(tensor, "_local_tensor", None)
     if local is None:
@@ -71,6 +72,21 @@ def global_box(name: str, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[
     if tuple(shape) != tuple(local.shape):
         raise Unsupported(f"state[{name!r}] has an irregular shard {tuple(local.shape)}; nothing was saved")
     return tuple(tensor.shape), tuple(offsets)
+
+
+class Cuts:
+    """`global_box` of many tensors: layers are cut alike, and torch takes longer to say how than a small one to be copied."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, Extents], tuple[Extents, Extents] | None] = {}
+
+    def of(self, name: str, tensor: torch.Tensor, local_shape: Extents) -> tuple[Extents, Extents] | None:
+        spec = getattr(tensor, "_spec", None)
+        if spec is None:
+            return global_box(name, tensor)
+        if (spec, local_shape) not in self._known:
+            self._known[spec, local_shape] = global_box(name, tensor)
+        return self._known[spec, local_shape]
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

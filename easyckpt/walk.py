@@ -130,6 +130,7 @@ class _Walk:
         """By its id: an object, and the state_dict that it gave."""
         self._entries: list[TensorEntry] = []
         self._owners: dict[Look, str] = {}
+        self._cuts = snapshot.Cuts()
 
     def of(self, state: Any) -> Capture:
         extra = tree.encode(state, self._leaf)
@@ -161,7 +162,7 @@ class _Walk:
             if given is not value:
                 self._given[id(value)] = (value, given)
             return given
-        local, entry = _entry(name, value)
+        local, entry = _entry(name, value, self._cuts)
         # Equal for tensors that are the same memory seen the same way: tied weights. Those without memory are nobody's.
         owner = self._owners.setdefault(_look(local), name) if local.numel() else name
         self._entries.append(entry if owner == name else msgspec.structs.replace(entry, alias_of=owner))
@@ -293,7 +294,7 @@ def _cut(tensor: torch.Tensor) -> Any:
     return getattr(tensor, "_spec", None)
 
 
-def _entry(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, TensorEntry]:
+def _entry(name: str, tensor: torch.Tensor, cuts: snapshot.Cuts) -> tuple[torch.Tensor, TensorEntry]:
     """What this rank holds, and its entry."""
     kind = type(tensor)
     if kind not in PLAIN_TYPES and kind.__module__ != "torch.distributed.tensor":
@@ -312,7 +313,7 @@ def _entry(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, TensorEntry]:
         )
     if dtype_name(local) not in DTYPES:
         raise Unsupported(f"state[{name!r}] has type {local.dtype}, which a snapshot cannot hold; nothing was saved")
-    box = snapshot.global_box(name, tensor)
+    box = cuts.of(name, tensor, tuple(local.shape))
     entry = TensorEntry(
         name=name,
         dtype=dtype_name(local),

@@ -1,5 +1,6 @@
 """Saving off the training thread, and restoring from the nearest good copy."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -141,6 +142,25 @@ def test_a_tensor_that_something_else_changed_is_named_and_copied_at_once_from_t
         model[0].weight.mul_(2)
     checkpointer.wait()
     assert torch.equal(checkpointer.load()[1]["model"]["0.weight"], want)
+
+
+def test_a_forked_child_waits_for_no_copy(engine, monkeypatch):
+    """Its optimizers step at once: the thread that copies is its parent's."""
+    held = Held(monkeypatch)
+    model, optimizer = trained()
+    checkpointer = engine()
+    checkpointer.save(1, {"model": model, "optimizer": optimizer})
+    child = os.fork()
+    if child == 0:
+        optimizer.step()
+        os._exit(0)
+    try:
+        wait_for(lambda: os.waitpid(child, os.WNOHANG) != (0, 0))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        held.go.set()
+    checkpointer.wait()
 
 
 def test_a_change_after_the_copy_and_before_the_step_is_named_at_the_gate(engine):

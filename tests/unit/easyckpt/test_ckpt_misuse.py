@@ -215,3 +215,23 @@ def test_a_storage_that_cannot_be_listed_is_named_and_nothing_begins_anew(engine
         checkpointer.restore({"w": torch.zeros(3)})
     with pytest.raises(StorageError, match="cannot be listed"):
         checkpointer.save(1, {"w": torch.zeros(3)})
+
+
+@pytest.mark.parametrize("chain", [5, b"x", None])
+def test_what_is_no_text_is_no_chain(engine, chain):
+    checkpointer = engine()
+    with pytest.raises(TypeError, match="chain"):
+        checkpointer.save(1, {"w": torch.zeros(3)}, chain=chain)
+    assert checkpointer.save(1, {"w": torch.zeros(3)}, chain="x")
+
+
+def test_an_expanded_tensor_is_saved_and_refused_as_a_target_before_anything_changes(engine):
+    """Several of its elements are one: torch fills no such tensor either."""
+    checkpointer = engine()
+    state = {"a": torch.ones(3), "scale": torch.full((1,), 2.0).expand(4)}
+    checkpointer.save(1, state)
+    state["a"].zero_()
+    with pytest.raises(Mismatch, match=r"scale.*expanded"):
+        checkpointer.restore(state)
+    assert state["a"].sum() == 0
+    assert checkpointer.load()[1]["scale"].tolist() == [2.0] * 4

@@ -256,3 +256,25 @@ def test_a_listener_that_raises_makes_nobody_deaf(folder, tmp_path, caplog):
     engine.close()
     assert steps(tmp_path) == [2, 1]
     assert "of the user's" in caplog.text
+
+
+def test_two_trainers_of_one_name_on_two_nodes_are_told_and_neither_state_is_lost(folder, tmp_path):
+    """A trainer that was taken for dead lives on beside its successor: both save step 2. Storage keeps the first, who holds the other hears of it."""
+    old = Checkpointer(tmp_path, folder=folder / "here", **QUIET)
+    old.save(1, state(1))
+    old.wait()
+    new = Checkpointer(tmp_path, folder=folder / "there", **QUIET)
+    new.restore(state(0))
+    new.save(2, state(20))
+    new.wait()
+    new.close()
+    old.save(2, state(2))
+    with pytest.raises(SaveFailed, match="another trainer"):
+        old.wait()
+    old.close()
+    again = Checkpointer(folder=folder / "here", **QUIET)
+    assert again.load()[1]["w"].unique().tolist() == [2.0]
+    elsewhere = Checkpointer(tmp_path, folder=folder / "elsewhere", **QUIET)
+    assert elsewhere.load()[1]["w"].unique().tolist() == [20.0]
+    again.close()
+    elsewhere.close()
