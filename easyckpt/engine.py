@@ -186,12 +186,12 @@ class Checkpointer:
         return slot is not None
 
     def ready(self, timeout_seconds: float = WAIT_SECONDS) -> None:
-        """Returns when everything may change. Optimizer steps call it by themselves; call it before changing the state in other ways."""
-        if self._pid != os.getpid():
-            return  # a forked child's state is its own, and nobody copies it
-        started = time.monotonic()
-        self._saver.ready(timeout_seconds)
-        self._pace.saw_stall(time.monotonic() - started)
+        """Returns when everything may change. Optimizer steps wait by themselves; call it before changing the state in other ways."""
+        self._ready(timeout_seconds, for_optimizer=False)
+
+    def before_step(self) -> None:
+        """What every optimizer's step calls: returns when it may change what it owns."""
+        self._ready(WAIT_SECONDS, for_optimizer=True)
 
     def prepare(self, state: Any) -> None:
         """Takes and touches the memory for snapshots like `state` now, so that the first save costs no more than later ones. Raises NoRoom."""
@@ -300,6 +300,13 @@ class Checkpointer:
         )
 
     # ---------------------------------------------------------------------------------------------------- inside a save
+
+    def _ready(self, timeout_seconds: float, *, for_optimizer: bool) -> None:
+        if self._pid != os.getpid():
+            return  # a forked child's state is its own, and nobody copies it
+        started = time.monotonic()
+        self._saver.ready(timeout_seconds, for_optimizer=for_optimizer)
+        self._pace.saw_stall(time.monotonic() - started)
 
     def _make_saver(self, slots: int, mode: Literal["overlap", "copy", "protect"]) -> Saver:
         if slots == 1:

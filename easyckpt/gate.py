@@ -24,7 +24,7 @@ _registered = False
 
 
 def watch(copier: Any) -> None:
-    """From now on every optimizer step calls `copier.ready()` first, for as long as `copier` lives."""
+    """From now on every optimizer step calls `copier.before_step()` first, for as long as `copier` lives."""
     global _registered  # noqa: PLW0603 - one hook for the process
     with _lock:
         _waiters.add(copier)
@@ -77,4 +77,4 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     _optimizers.add(optimizer)
     for copier in list(_waiters):
-        copier.ready()
+        copier.before_step()

@@ -2,10 +2,10 @@
 
     claim   a slot that may be overwritten, its seal zeroed (or none: the save is skipped)
     begin   copy at once what may change before the next optimizer step, leave the rest to the saving thread
-    ready   wait for that thread's copy, no longer; hashing and sealing go on behind
+    ready   wait for that thread's copy, or until everything may change, no longer; hashing and sealing go on behind
 
-The first saves hash at once what is copied later, and again when the copy is there and at the gate (`ready`): a tensor that something else than
-an optimizer changed meanwhile is named and copied at once from then on; a snapshot that it got into is not sealed.
+What is copied later and something else than an optimizer changed meanwhile is named and copied at once from then on; the snapshot is not sealed.
+Every save sees so by torch's counters. The first ones hash it as well, for what torch does not count: at the save, when copied, and at `ready`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from easyckpt.proof import Proof, prove
 from easyckpt.retain import SlotState
 from easyckpt.shm import Segment
 from easyckpt.slot import Slot
-from easyckpt.snapshot import Copy, Leaf, Small
+from easyckpt.snapshot import Copy, Leaf, Small, counter_of
 from easyckpt.sorting import Sorter
 from easyckpt.walk import Capture
 from easyckpt.writeprotect import Shield
@@ -59,8 +59,12 @@ class Job(msgspec.Struct, kw_only=True):
     """In the first saves, of what is copied later."""
     lane: Lane | None
     """The way from devices, where there are some."""
+    counters: list[int]
+    """Of what is copied later, at the moment of the save."""
     copied: threading.Event
-    """Set when everything may change again."""
+    """Set when an optimizer may step."""
+    proven: threading.Event
+    """Set when everything may change."""
     started: float
     """Monotonic seconds."""
 
@@ -181,9 +185,11 @@ class Saver:
         copy.finish()
         self._begun += 1
         self.unsealed = ""
-        copied = threading.Event()
+        copied, proven = threading.Event(), threading.Event()
         if not later:
             copied.set()
+        if not later and not kept:
+            proven.set()
         self._job = Job(
             header=header,
             slot=slot,
@@ -193,18 +199,22 @@ class Saver:
             kept=kept,
             proofs=self._proofs,
             lane=lane,
+            counters=[counter_of(leaf.tensor) for leaf in later],
             copied=copied,
+            proven=proven,
             started=started,
         )
         self._idle.clear()
         self._jobs.put(self._job)
 
-    def ready(self, timeout_seconds: float) -> None:
+    def ready(self, timeout_seconds: float, *, for_optimizer: bool = False) -> None:
+        """Until everything may change, or what an optimizer's step changes."""
         job = self._job
-        if job is not None and not job.copied.is_set():
+        done = job.copied if job is not None and for_optimizer else job.proven if job is not None else None
+        if job is not None and done is not None and not done.is_set():
             started = time.monotonic()
             job.copy.hurry = True
-            if not job.copied.wait(timeout_seconds):
+            if not done.wait(timeout_seconds):
                 step = job.header.step
                 raise NotReady(
                     f"the copy of step {step} is not done after {timeout_seconds} s: do not change the state yet"
@@ -311,17 +321,21 @@ class Saver:
             finally:
                 if isinstance(job, Job):
                     job.copied.set()
+                    job.proven.set()
                     self._job = None
                 self._idle.set()
 
     def _finish(self, job: Job) -> None:
         job.copy.copy(job.later)
-        moved = [one.name for one in job.proofs if job.lane is not None and not one.holds_in(job.lane)]
+        moved = {one.name for one in job.proofs if job.lane is not None and not one.holds_in(job.lane)}
+        now = [counter_of(leaf.tensor) for leaf in job.later]
+        moved.update(leaf.entry.name for leaf, a, b in zip(job.later, job.counters, now, strict=True) if a != b)
         job.copied.set()
         if self._shield is not None and job.guarded:
             self._shield.finish()
             job.copy.adopt(job.guarded)
         job.copy.keep(job.kept)
+        job.proven.set()
         job.copy.hash_rest()
         self._name_moved(job, moved)
         if changed := [leaf.entry.name for leaf in job.kept if not _is_kept(job.copy, job.slot, leaf)]:
@@ -343,12 +357,12 @@ class Saver:
         if self._shield is not None:
             self._shield.settle(job.guarded)
 
-    def _name_moved(self, job: Job, on_devices: list[str]) -> None:
+    def _name_moved(self, job: Job, seen: set[str]) -> None:
         found = job.copy.digests
-        copied = [one.name for one in job.proofs if one.digest is not None and found[one.name] != one.digest]
-        if moved := on_devices + copied:
-            self._sorter.moved(moved)
-            text = f"something else than an optimizer changed {moved} while it was copied"
+        seen.update(one.name for one in job.proofs if one.digest is not None and found[one.name] != one.digest)
+        if seen:
+            self._sorter.moved(seen)
+            text = f"something else than an optimizer changed {sorted(seen)} while it was copied"
             self._tell("tensor_moved", job.header.version, text=f"{text}; copied at once from now on")
             raise SaveFailed(f"step {job.header.step} was not saved: {text}. Call ready() before changing the state so")
 

@@ -101,6 +101,11 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
+def counter_of(tensor: torch.Tensor) -> int:
+    """How often torch counted a change of its memory; -1 for one that has no counter."""
+    return -1 if tensor.is_inference() else int(tensor._version)  # noqa: SLF001 - torch has no other name for it
+
+
 def address_of(tensor: torch.Tensor) -> int:
     """Where its elements lie in host memory in the order of the file; 0 where they do not."""
     return tensor.data_ptr() if is_plain_memory(tensor) else 0

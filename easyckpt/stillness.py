@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from easyckpt.digest import TensorDigest
 from easyckpt.layout import TensorEntry
-from easyckpt.snapshot import Leaf
+from easyckpt.snapshot import Leaf, counter_of
 
 
 class _Record(NamedTuple):
@@ -72,11 +72,11 @@ class Stillness:
     def _look(self, leaf: Leaf) -> _Record | None:
         """What is known of the tensor as it is now; it is looked for again when this save is done. None where nothing can be known."""
         name, tensor = leaf.entry.name, leaf.tensor
-        if tensor.is_inference():  # has no counter
+        version = counter_of(tensor)
+        if version < 0:
             return None
         seen = self._seen.get(name)
         memory = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        version = tensor._version  # noqa: SLF001 - torch has no other name for it
         now = _Record(memory, tensor.data_ptr(), version)
         self._now[name] = now
         return seen if seen is not None and seen[:3] == now[:3] else None

@@ -229,6 +229,41 @@ def test_a_segment_removed_just_before_it_is_claimed_costs_one_save(engine, fold
     assert [one.step for one in checkpointer.candidates()] == [4, 2]
 
 
+def by_load(model):
+    model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
+
+
+def by_hand(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(-1)
+
+
+@pytest.mark.parametrize("change", [by_load, by_hand])
+def test_any_later_save_sees_what_else_changed_the_state_while_it_was_copied(engine, monkeypatch, change):
+    """Not only the first two: best weights loaded back, an update by hand. None is sealed half and half; the next one is right."""
+    model, optimizer = trained()
+    checkpointer = engine()
+    state = {"model": model, "optimizer": optimizer}
+    for step in (1, 2, 3):
+        checkpointer.save(step, state)
+        backward(model)
+        optimizer.step()
+        checkpointer.wait()
+    with monkeypatch.context() as patch:
+        held = Held(patch)
+        checkpointer.save(4, state)
+        change(model)
+        held.go.set()
+        with pytest.raises(SaveFailed, match=r"model/0\.weight"):
+            checkpointer.wait()
+    want = model[0].weight.detach().clone()
+    checkpointer.save(5, state)
+    change(model)
+    checkpointer.wait()
+    assert torch.equal(checkpointer.load()[1]["model"]["0.weight"], want)
+
+
 def test_copy_mode_returns_when_everything_may_change(engine, monkeypatch):
     held = Held(monkeypatch)
     held.go.set()

@@ -218,6 +218,23 @@ def test_what_was_still_may_change_right_after_a_save(engine, monkeypatch, tmp_p
     ]
 
 
+def test_after_ready_what_was_still_may_change_as_well(engine, monkeypatch):
+    """LoRA merged into its base, by the book: the save is whole. An optimizer's step need not wait so long: it owns nothing of that."""
+    one = Lora(monkeypatch, engine)
+    for _ in range(4):
+        one.train()
+        one.save(of_state_dicts(one))
+    slow = Slow(monkeypatch)
+    want = one.base.weight.detach().clone()
+    one.engine.save(5, of_state_dicts(one))
+    one.train()
+    threading.Timer(0.2, slow.go.set).start()
+    one.engine.ready()
+    past_nothing(one.base.weight)
+    one.engine.wait()
+    assert torch.equal(one.engine.load()[1]["model"]["0.weight"], want)
+
+
 @pytest.mark.parametrize("mode", ["copy", "protect"])
 @pytest.mark.parametrize("change", [past_data, past_numpy, past_nothing])
 def test_where_everything_may_change_at_once_no_save_is_lost(engine, monkeypatch, mode, change):
