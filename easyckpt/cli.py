@@ -54,6 +54,7 @@ def list_snapshots(target: str, *, as_json: bool) -> None:
         {
             "lineage": one.lineage, "step": one.step, "role": one.role, "member": one.member, "tier": one.tier,
             "ranks": one.ranks, "bytes": one.nbytes, "saved": _when(one.created_at), "state": one.state_digest,
+            "note": "left behind" if one.is_left_behind else "",
         }
         for one in found.candidates
     ]  # fmt: skip
@@ -232,7 +233,9 @@ def gc(target: str, keep: int, keep_every: int | None, *, sealed: bool) -> None:
             removed = [
                 name
                 for role in roles
-                for name in flush.tidy(target, role=role, keep=keep, keep_every=keep_every, now=time.time())
+                for name in flush.tidy(
+                    target, role=role, keep=keep, keep_every=keep_every, keep_abandoned=False, now=time.time()
+                )
             ]
         else:
             raise click.UsageError(f"{target} is one {found.kind}: name its storage or segment folder")

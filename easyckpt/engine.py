@@ -110,9 +110,9 @@ class Checkpointer:
         )  # fmt: skip
         self.member, self.role, self.rank, self.ranks = member, role, rank, ranks
         self._storage = open_shared(storage) if storage is not None else None
-        self.folder = shm.open_folder(
-            Path(folder) if folder is not None else shm.default_folder(storage or f"{role}:{member}")
-        )
+        self._has_own_folder = folder is None
+        place = Path(folder) if folder is not None else shm.default_folder(storage or f"{role}:{member}")
+        self.folder = shm.open_folder(place)
         self._agreement = ranks_agree
         self._peers = tuple(peers)
         cap = Bandwidth(copy_bytes_per_second) if copy_bytes_per_second else None
@@ -163,7 +163,7 @@ class Checkpointer:
         self._saver.settle(WAIT_SECONDS)
         if not self._begun and lineage is None:
             # Before anything that may fail or be skipped on one rank only: the others wait for it here.
-            self._history = begin(self._history, self._restorer().newest_known())
+            self._begin_history(self._restorer().newest_known())
         self._begun = True
         captured = walk.capture(state, self._captured)
         self._captured = captured.without_tensors()
@@ -236,6 +236,9 @@ class Checkpointer:
         self._saver.close(CLOSE_SECONDS)
         shm.unpin(self._writer)
         flushed = self._flusher is not None and self._flusher.close(CLOSE_SECONDS)
+        if self._has_own_folder:
+            with contextlib.suppress(OSError):  # something lies there still, or nothing at all
+                self.folder.rmdir()
         if self._copier is not None:
             # Copies of what is on storage are as little needed as the memory here.
             every = [str(SegmentName(member=self.member, rank=rank, slot=0)) for rank in range(self.ranks)]
@@ -258,7 +261,8 @@ class Checkpointer:
         strict: bool = True,
         only: str | Collection[str] | None = None,
     ) -> Restored | None:
-        """Fills `state` in place from the newest whole snapshot (or from version `at`), nearest tier first; None when there is none.
+        """Fills `state` in place from the newest whole snapshot, or from version `at`, which may be one that was left behind; nearest tier first;
+        None when there is none.
 
         Every tensor is proven by its digest. A damaged copy is said, counted and left for the next tier, then for an older version. If none
         is good, Corrupt is raised and the state must not be used. A snapshot that does not fit raises Mismatch; nothing was changed then.
@@ -351,6 +355,15 @@ class Checkpointer:
             tensors=captured.entries,
             extra=captured.extra,
         )
+
+    def _begin_history(self, newest: Version | None) -> None:
+        before, self._history = self._history, begin(self._history, newest)
+        if newest is not None and before.step < 0 and self._history != before:
+            text = (
+                f"checkpoints up to step {newest[1]} are there and none was restored: this run begins from nothing, as lineage"
+                f" {self._history.lineage}. The newest of them stays until `easyckpt gc`; restore(state, at={newest}) takes it"
+            )
+            self._emit("begun_anew", self._history.version, text=text)
 
     def _is_flush_due(self, step: int) -> bool:
         if self._flush_every is None:

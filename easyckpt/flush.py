@@ -244,9 +244,15 @@ class Flusher:
 
 
 def tidy(
-    storage: str | os.PathLike[str] | Storage, *, role: str, keep: int, keep_every: int | None = None, now: float
+    storage: str | os.PathLike[str] | Storage,
+    *,
+    role: str,
+    keep: int,
+    keep_every: int | None = None,
+    keep_abandoned: bool = True,
+    now: float,
 ) -> list[str]:
-    """Deletes checkpoints beyond `keep` and folders of flushes that died long ago; returns the folders' names."""
+    """Deletes checkpoints beyond `keep` and folders of flushes that died long ago; returns the folders' names. As `retain.to_delete` says."""
     target = open_storage(storage)
     committed: dict[Version, list[str]] = {}
     strays = []
@@ -259,7 +265,9 @@ def tidy(
             rewinds.update(read.rewinds)
         elif read is None and target.age_seconds(folder, now) > STRAY_SECONDS:
             strays.append(folder)
-    going = retain.to_delete(committed, keep=keep, keep_every=keep_every, rewinds=rewinds)
+    going = retain.to_delete(
+        committed, keep=keep, keep_every=keep_every, rewinds=rewinds, keep_abandoned=keep_abandoned
+    )
     removed = [folder for version in going for folder in committed[version]] + strays
     for folder in removed:
         target.delete(folder)

@@ -91,7 +91,7 @@ class Restorer:
         only: str | Collection[str] | None = None,
     ) -> tuple[Restored, Any] | None:
         """With the state that was filled: a new one where `fitting.NOTHING` was given. None when there is nothing to restore from."""
-        found = self._find(member=member, peers=self._peers)
+        found = self._find(member=member, peers=self._peers, left_behind=at is not None)
         candidates = [one for one in found if at is None or one.version == tuple(at)]
         tried: set[Version] = set()
         while True:
@@ -120,7 +120,7 @@ class Restorer:
         found = self._find(member=self._member)
         return self._agreement.newest_of_any(max((one.version for one in found), default=None))
 
-    def _find(self, *, member: str | None, peers: Sequence[Peer] = ()) -> list[Candidate]:
+    def _find(self, *, member: str | None, peers: Sequence[Peer] = (), left_behind: bool = False) -> list[Candidate]:
         # Ranks that agree may lie on several nodes, where none sees the others' shards: its own stands for the step.
         rank = self._rank if self._agreement.spans_nodes else None
         return sources.find(
@@ -132,6 +132,7 @@ class Restorer:
             rank=rank,
             ranks=self._ranks,
             peers=peers,
+            left_behind=left_behind,
             refused=lambda tier, text: self._events.emit(Event(kind="tier_refused", tier=tier, text=text)),
         )
 

@@ -51,12 +51,18 @@ def choose_slot(own: Sequence[SlotState], others: Sequence[Sequence[SlotState]] 
 
 
 def to_delete(
-    versions: Iterable[Version], *, keep: int, keep_every: int | None = None, rewinds: Iterable[Rewind] = ()
+    versions: Iterable[Version],
+    *,
+    keep: int,
+    keep_every: int | None = None,
+    rewinds: Iterable[Rewind] = (),
+    keep_abandoned: bool = True,
 ) -> list[Version]:
     """Which checkpoints on storage may go, oldest first.
 
     Kept are the `keep` newest that are alive, and every living one whose step is a multiple of `keep_every`. The dead ones (a later
-    lineage began behind them) go. The newest living one always stays, and so does everything when all are dead.
+    lineage began behind them) go, but, with `keep_abandoned`, the newest that was there when a run began from nothing: perhaps somebody only forgot
+    to restore it. The newest living one always stays, and so does everything when all are dead.
     """
     rewinds = tuple(rewinds)
     every = sorted(set(versions), reverse=True)
@@ -66,6 +72,9 @@ def to_delete(
     kept = set(living[: max(1, keep)])
     if keep_every:
         kept.update(version for version in living if version[1] % keep_every == 0)
+    for rewind in rewinds if keep_abandoned else ():
+        if rewind.step == 0:
+            kept.update([version for version in every if version[0] < rewind.lineage][:1])
     return [version for version in reversed(every) if version not in kept]
 
 

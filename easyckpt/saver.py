@@ -220,14 +220,18 @@ class Saver:
                     f"the copy of step {step} is not done after {timeout_seconds} s: do not change the state yet"
                 )
             self._tell("save_waited", job.header.version, seconds=time.monotonic() - started)
+        self._prove()
+
+    def _prove(self) -> None:
+        """The state was to change only from here on: by an optimizer, after `ready`, or because no save is on its way any more."""
         proofs, self._proofs = self._proofs, []
         # What changed although nothing but an optimizer was to change it would get into a snapshot sooner or later.
         if proofs and (moved := self._sorter.moved(one.name for one in proofs if not one.holds())):
-            text = f"something else than an optimizer changed {moved} after the save and before ready()"
+            text = f"something else than an optimizer changed {moved} after the save, before ready() or wait()"
             self._tell("tensor_moved", self._last, text=f"{text}; copied at once from now on")
 
     def settle(self, timeout_seconds: float) -> None:
-        """Until no save is on its way: everything may change, and what changes from now on proves nothing."""
+        """Until no save is on its way."""
         job = self._job
         if job is not None:
             job.copy.hurry = True
@@ -237,7 +241,7 @@ class Saver:
             if time.monotonic() < give_up_at:
                 continue
             raise NotReady(f"the save before is not sealed after {timeout_seconds:.0f} s")
-        self._proofs = []
+        self._prove()
 
     def close(self, timeout_seconds: float) -> None:
         with contextlib.suppress(queue.Full):  # a thread that does not take its job does not end either

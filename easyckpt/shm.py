@@ -113,21 +113,25 @@ def scan(folder: str | os.PathLike[str]) -> list[Segment]:
 
 
 def segment_names(folder: Path) -> list[SegmentName]:
-    try:
-        names = os.listdir(folder)
-    except FileNotFoundError:
-        return []
-    return [parsed for name in sorted(names) if (parsed := layout.parse_name(name)) is not None]
+    return [parsed for name, parsed in _entries(folder) if parsed is not None]
 
 
 def strangers(folder: Path) -> list[str]:
     """Names in a folder of segments that are neither a segment nor a mark of ours."""
+    marks = (_WRITER.fullmatch, _PIN.fullmatch)
+    return [name for name, parsed in _entries(folder) if parsed is None and not any(known(name) for known in marks)]
+
+
+def _entries(folder: Path) -> list[tuple[str, SegmentName | None]]:
+    """What lies in a folder, by name, and as a segment where it may be one: a folder under such a name is none."""
     try:
-        names = os.listdir(folder)
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except FileNotFoundError:
         return []
-    ours = (layout.parse_name, _WRITER.fullmatch, _PIN.fullmatch)
-    return sorted(name for name in names if not any(known(name) for known in ours))
+    return [
+        (entry.name, None if entry.is_dir(follow_symlinks=False) else layout.parse_name(entry.name))
+        for entry in entries
+    ]
 
 
 def verify(path: str | os.PathLike[str]) -> Segment:

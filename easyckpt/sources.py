@@ -80,6 +80,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """Of all ranks' files."""
     sources: tuple[Source, ...] = ()
     """All shards, nearest tier first within a rank."""
+    is_left_behind: bool = False
+    """Whether a later lineage began behind it: it is never taken for the newest, and can be named."""
 
     @property
     def is_whole(self) -> bool:
@@ -120,10 +122,12 @@ def find(
     ranks: int = 1,
     peers: Sequence[Peer] = (),
     refused: Refused | None = None,
+    left_behind: bool = False,
 ) -> list[Candidate]:
     """Whole candidates, newest first; of one version the own member first, then the nearest tier.
 
-    Peers that do not answer and manifests that are damaged are left out and told to `refused`. With `rank`, one of `ranks` that agree among themselves, a candidate that has this rank's shard will do as well.
+    Peers that do not answer and manifests that are damaged are left out and told to `refused`. With `rank`, one of `ranks` that agree among
+    themselves, a candidate that has this rank's shard will do as well. `left_behind`: also those that a later lineage began behind.
     """
     held: dict[tuple[Version, str, str], list[tuple[SegmentHeader | Manifest, Source]]] = {}
     rewinds: dict[str, set[Rewind]] = {}
@@ -135,8 +139,9 @@ def find(
     for (version, held_role, _), shards in held.items():
         candidate = _candidate(shards)
         is_mine = candidate.ranks == ranks and rank is not None and bool(candidate.of_rank(rank))
-        if not is_dead(version, rewinds[held_role]) and (candidate.is_whole or is_mine):
-            found.append(candidate)
+        is_left = is_dead(version, rewinds[held_role])
+        if (left_behind or not is_left) and (candidate.is_whole or is_mine):
+            found.append(msgspec.structs.replace(candidate, is_left_behind=is_left))
     found.sort(key=lambda one: (one.member != own, TIERS.index(one.tier), one.member))
     found.sort(key=lambda one: one.version, reverse=True)
     return found

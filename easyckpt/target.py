@@ -29,7 +29,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
     def one(self, step: int | None = None) -> Candidate:
         """The newest, or the newest of a step."""
-        for candidate in self.candidates:
+        for candidate in sorted(self.candidates, key=lambda one: one.is_left_behind):
             if step is None or candidate.step == step:
                 return candidate
         what = f"no snapshot of step {step}" if step is not None else "no whole snapshot"
@@ -41,7 +41,7 @@ def look(where: str | os.PathLike[str], role: str | None = None) -> Target:
     text = os.fspath(where)
     if "://" in text and not text.startswith("file://"):
         storage = open_storage(text)
-        found = sources.find(None, storage, role=role)
+        found = sources.find(None, storage, role=role, left_behind=True)
         return Target(path=text, kind="storage", storage=storage, candidates=tuple(found))
     path = Path(text.removeprefix("file://"))
     if path.is_file():
@@ -49,16 +49,22 @@ def look(where: str | os.PathLike[str], role: str | None = None) -> Target:
     if not path.is_dir():
         raise EasyckptError(f"{path} is not there; name a checkpoint folder, a segment folder or a segment file")
     if shm.segment_names(path):
-        found = sources.find(path, None, role=role)
+        found = sources.find(path, None, role=role, left_behind=True)
         return Target(path=path, kind="memory", storage=None, candidates=tuple(found))
     resolved = path.resolve()
     if (resolved / FILE_NAME).exists() and parse_folder(resolved.name) is not None:
         storage = open_storage(resolved.parent.parent)
         version = parse_folder(resolved.name)
-        found = [one for one in sources.find(None, storage, role=resolved.parent.name) if one.version == version]
+        every = sources.find(None, storage, role=resolved.parent.name, left_behind=True)
+        found = [one for one in every if one.version == version]
         return Target(path=path, kind="checkpoint", storage=storage, candidates=tuple(found))
     storage = open_storage(path)
-    return Target(path=path, kind="storage", storage=storage, candidates=tuple(sources.find(None, storage, role=role)))
+    return Target(
+        path=path,
+        kind="storage",
+        storage=storage,
+        candidates=tuple(sources.find(None, storage, role=role, left_behind=True)),
+    )
 
 
 def _segment(path: Path) -> Target:

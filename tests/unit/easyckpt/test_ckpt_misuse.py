@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from easyckpt.errors import EasyckptError, Mismatch, Pinned, SaveFailed, StorageError, Unsupported
+from easyckpt.storage import list_manifests
 
 
 @pytest.fixture
@@ -235,3 +236,26 @@ def test_an_expanded_tensor_is_saved_and_refused_as_a_target_before_anything_cha
         checkpointer.restore(state)
     assert state["a"].sum() == 0
     assert checkpointer.load()[1]["scale"].tolist() == [2.0] * 4
+
+
+def test_a_forgotten_restore_is_told_and_buries_nothing(engine, tmp_path):
+    """The run begins from nothing beside what is there; the newest of that stays and can be named, whatever `keep` says."""
+    first = engine(tmp_path, keep=2)
+    for step in (98, 99, 100):
+        first.save(step, {"w": torch.full((3,), float(step))})
+        first.wait()
+    first.close()
+    heard = []
+    second = engine(tmp_path, keep=1, on_event=heard.append)
+    for step in (1, 2):
+        second.save(step, {"w": torch.zeros(3)})
+        second.wait()
+    (told,) = [event.text for event in heard if event.kind == "begun_anew"]
+    assert "step 100" in told
+    assert [record.version for record in list_manifests(tmp_path)] == [(1, 2), (0, 100)]
+    restored, state = second.load(at=(0, 100))
+    assert (restored.step, state["w"].tolist()) == (100, [100.0] * 3)
+    second.save(101, {"w": torch.ones(3)})
+    second.wait()
+    assert second.newest.version == (2, 101)
+    assert second.load()[0].step == 101

@@ -101,3 +101,10 @@ def test_a_dead_branch_goes_first():
     versions = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3)]
     assert to_delete(versions, keep=3, rewinds=[Rewind(lineage=1, step=1)]) == [(0, 2), (0, 3)]
     assert to_delete([(0, 2), (0, 3)], keep=1, rewinds=[Rewind(lineage=1, step=1)]) == []
+
+
+def test_what_a_run_that_began_from_nothing_found_stays_but_for_its_newest():
+    """Perhaps somebody forgot to restore it; `easyckpt gc` lets it go."""
+    versions, anew = [(0, 98), (0, 99), (0, 100), (1, 1), (1, 2)], [Rewind(lineage=1, step=0)]
+    assert to_delete(versions, keep=1, rewinds=anew) == [(0, 98), (0, 99), (1, 1)]
+    assert to_delete(versions, keep=1, rewinds=anew, keep_abandoned=False) == [(0, 98), (0, 99), (0, 100), (1, 1)]

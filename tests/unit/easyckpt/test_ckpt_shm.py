@@ -219,3 +219,11 @@ def test_a_slot_of_another_size_takes_the_old_memory_where_it_needs_it(make_segm
         place.close()
         assert not any(view)
         assert not shm.is_same(file.fileno(), segment)
+
+
+def test_a_folder_under_the_name_of_a_segment_is_a_stranger(folder, make_segment):
+    make_segment(1)
+    (folder / "trainer-0.r0.s1.safetensors").mkdir()
+    assert [str(name) for name in shm.segment_names(folder)] == ["trainer-0.r0.s0.safetensors"]
+    assert shm.strangers(folder) == ["trainer-0.r0.s1.safetensors"]
+    assert [segment.header.step for segment in shm.scan(folder)] == [1]
