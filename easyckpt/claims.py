@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from easyckpt import shm
-from easyckpt.errors import AlreadyFlushed, BeingFlushed, EasyckptError
+from easyckpt.errors import AlreadyFlushed, BeingFlushed, EasyckptError, StorageError
 from easyckpt.progress import Progress
 
 if TYPE_CHECKING:
@@ -78,7 +78,12 @@ class Claims:
         if numbers and not self._has_ended(storage, folder, f".claim{part}.{numbers[-1]}", stamps):
             raise BeingFlushed(f"{folder} is being written by another process; it is looked at again")
         claim = Claim(storage, folder, following, part, self.progress)
-        if not claim.begin():
+        try:
+            begun = claim.begin()
+        except StorageError:
+            storage.remove_empty(folder)  # a full disk had room for that much
+            raise
+        if not begun:
             raise BeingFlushed(f"{folder} was claimed by another process just now; it is looked at again")
         return claim
 
@@ -147,6 +152,8 @@ class Claim:
             or (committed and name.startswith((".claim", ".beat")))
         ]
         self._storage.remove(self._folder, going)
+        if not committed:
+            self._storage.remove_empty(self._folder)
 
 
 def _machine() -> str:

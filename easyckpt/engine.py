@@ -108,6 +108,7 @@ class Checkpointer:
             member=member, role=role, rank=rank, ranks=ranks, slots=slots, keep=keep, keep_every=keep_every,
             flush_every=flush_every, mode=mode,
         )  # fmt: skip
+        arguments.check_surroundings(storage=storage, folder=folder, on_event=on_event, on_sealed=on_sealed)
         self.member, self.role, self.rank, self.ranks = member, role, rank, ranks
         self._storage = open_shared(storage) if storage is not None else None
         self._has_own_folder = folder is None
@@ -277,8 +278,9 @@ class Checkpointer:
 
     def _restore(self, state: Any, **options: Any) -> tuple[Restored, Any] | None:
         self._must_be_open()
+        at = arguments.version("at", options.pop("at"))
         self._saver.settle(WAIT_SECONDS)
-        filled = self._restorer().restore(state, **options)
+        filled = self._restorer().restore(state, at=at, **options)
         if filled is not None:
             header = filled[0].header
             self._history = History(lineage=header.lineage, step=header.step, rewinds=header.rewinds)

@@ -110,9 +110,9 @@ class Events:
             log(event)
 
 
-def log(event: Event) -> None:
+def log(event: Event, logger: logging.Logger | None = None) -> None:
     """The default listener."""
-    logging.getLogger("easyckpt").log(
+    (logger or logging.getLogger("easyckpt")).log(
         _LEVELS.get(event.kind, logging.DEBUG),
         "%s: %s (lineage %d, step %d)",
         event.kind,

@@ -68,6 +68,9 @@ class Storage(Protocol):
     def remove(self, folder: str, names: Iterable[str]) -> None:
         """Removes files; one that is gone already is no error."""
 
+    def remove_empty(self, folder: str) -> None:
+        """Removes a folder with nothing in it."""
+
     def stamps(self, folder: str) -> dict[str, str]:
         """What lies in a folder, each file with a mark that changes when it is written to; nothing where there is no folder."""
 
@@ -225,6 +228,10 @@ class FolderStorage:
         for name in names:
             with told(self.root / folder / name), contextlib.suppress(FileNotFoundError):
                 self._files.unlink(self.root / folder / name)
+
+    def remove_empty(self, folder: str) -> None:
+        with contextlib.suppress(OSError):  # one with something in it stays
+            self._files.remove_folder(self.root / folder)
 
     def stamps(self, folder: str) -> dict[str, str]:
         found = {}

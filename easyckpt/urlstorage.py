@@ -124,6 +124,9 @@ class UrlStorage:
             with self._told(f"{folder}/{name}"), contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(f"{self._root}/{folder}/{name}")
 
+    def remove_empty(self, folder: str) -> None:
+        """There is none: objects make their folders."""
+
     def stamps(self, folder: str) -> dict[str, str]:
         self._fs.invalidate_cache()
         try:

@@ -303,10 +303,9 @@ def _entry(name: str, tensor: torch.Tensor, cuts: snapshot.Cuts) -> tuple[torch.
             " Put its plain tensors into the state instead"
         )
     local = gate.local_part(tensor).detach()
-    if local.layout != torch.strided or local.device.type == "meta" or local.is_quantized:
-        raise Unsupported(
-            f"state[{name!r}] is {local.layout} on {local.device}: only dense tensors with data can be saved"
-        )
+    if local.layout != torch.strided or local.is_nested or local.device.type == "meta" or local.is_quantized:
+        kind_name = "nested" if local.is_nested else f"{local.layout} on {local.device}"
+        raise Unsupported(f"state[{name!r}] is {kind_name}: only dense tensors with data can be saved")
     if name == RESERVED_NAME:
         raise Unsupported(
             f"state[{name!r}]: safetensors files keep this name for themselves; nothing was saved. Rename it"

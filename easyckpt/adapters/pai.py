@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
+from easyckpt import events
 from easyckpt.engine import Checkpointer
 from easyckpt.errors import EasyckptError
 
@@ -34,10 +36,10 @@ def initialize_easyckpt(
     if save_mem_interval < 1 or save_storage_interval < 1:
         raise EasyckptError("both intervals are counted in steps and are at least 1")
     finalize_easyckpt()
+    listener = events.log
     if log_file_path is not None:
-        handler = logging.FileHandler(log_file_path)
-        logging.getLogger("easyckpt").addHandler(handler)
-        _open["handler"] = handler
+        _open["handler"] = handler = logging.FileHandler(log_file_path)
+        listener = partial(_log_twice, _logger_of(handler))
     storage = save_path or os.environ.get("EASYCKPT_RESUME_PATH") or "checkpoints"
     rank, ranks = _place()
     engine = Checkpointer(
@@ -46,6 +48,7 @@ def initialize_easyckpt(
         ranks=ranks,
         keep=max_ckpt_num,
         flush_every=None,
+        on_event=listener,
     )
     _open.update(engine=engine, memory=save_mem_interval, storage=save_storage_interval)
     return engine
@@ -72,8 +75,20 @@ def finalize_easyckpt() -> None:
     if engine is not None:
         engine.close()
     if handler is not None:
-        logging.getLogger("easyckpt").removeHandler(handler)
         handler.close()
+
+
+def _logger_of(handler: logging.Handler) -> logging.Logger:
+    """Of its own, so that the file has every event and the console no more than before."""
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger = logging.Logger("easyckpt.pai", logging.DEBUG)  # noqa: LOG001 - in no hierarchy
+    logger.addHandler(handler)
+    return logger
+
+
+def _log_twice(logger: logging.Logger, event: events.Event) -> None:
+    events.log(event)
+    events.log(event, logger)
 
 
 def _place() -> tuple[int, int]:

@@ -1,5 +1,7 @@
 """What a snapshot holds: every kind of tensor and value comes back bit-equal, everything else is refused by name."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -128,10 +130,16 @@ class Packed(torch.Tensor):
     pass
 
 
+def nested():
+    with warnings.catch_warnings(action="ignore"):  # "a prototype"
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
 @pytest.mark.parametrize(
     ("value", "named"),
     [
         (torch.eye(3).to_sparse(), "sparse"),
+        (nested(), "nested"),
         (torch.empty(3, device="meta"), "meta"),
         (torch.eye(3).as_subclass(Packed), "Packed"),
         (object(), "object"),

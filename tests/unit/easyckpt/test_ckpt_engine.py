@@ -406,8 +406,8 @@ def test_a_step_that_another_writer_flushed_is_done(engine, tmp_path, folder):
 
 def test_a_failed_flush_is_raised_by_the_next_save_which_still_saves(engine, tmp_path):
     """The trainer hears of it once; memory keeps the state; once mended, the next flush works."""
-    (tmp_path / "ckpts").write_text("a file is in the way")
     checkpointer = engine(tmp_path / "ckpts")
+    (tmp_path / "ckpts").write_text("a file is in the way")
     checkpointer.save(1, {"w": torch.ones(3)})
     with pytest.raises(SaveFailed, match="ckpts"):
         checkpointer.wait()

@@ -1,5 +1,6 @@
 """What a caller can get wrong, and what the engine then says at once instead of losing a step in silence."""
 
+import errno
 import functools
 import os
 import threading
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from easyckpt.errors import EasyckptError, Mismatch, Pinned, SaveFailed, StorageError, Unsupported
-from easyckpt.storage import list_manifests
+from easyckpt import shm
+from easyckpt.errors import EasyckptError, Mismatch, Pinned, SaveFailed, StorageError, StorageFull, Unsupported
+from easyckpt.flush import flush_segment
+from easyckpt.storage import Files, FolderStorage, list_manifests
 
 
 @pytest.fixture
@@ -259,3 +262,39 @@ def test_a_forgotten_restore_is_told_and_buries_nothing(engine, tmp_path):
     second.wait()
     assert second.newest.version == (2, 101)
     assert second.load()[0].step == 101
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"flush_every": 1.5}, {"on_event": 5}, {"on_sealed": "no"}, {"folder": ""}, {"storage": ""}, {"storage": "/etc/passwd"},
+        {"member": "m" * 300}, {"slots": 2.5},
+    ],
+)  # fmt: skip
+def test_an_engine_that_could_not_work_is_not_opened(engine, options):
+    (named,) = options
+    with pytest.raises((TypeError, ValueError), match=named):
+        engine(**options)
+
+
+@pytest.mark.parametrize("at", [3, "x", (1,), (0, "5"), {"step": 3}])
+def test_what_is_no_version_cannot_be_asked_for(engine, at):
+    with pytest.raises(TypeError, match="lineage, step"):
+        engine().restore({}, at=at)
+
+
+def test_a_full_disk_leaves_no_empty_folders(engine, tmp_path, monkeypatch):
+    """Each failed step tidies after itself."""
+    root = tmp_path / "ckpts"
+    checkpointer = engine(root, flush_every=None)
+    checkpointer.save(1, {"w": torch.zeros(3)})
+    checkpointer.wait()
+    (segment,) = shm.scan(checkpointer.folder)
+
+    class Full(Files):
+        def write(self, _fd, _block, _at):
+            raise OSError(errno.ENOSPC, "no space")
+
+    with pytest.raises(StorageFull):
+        flush_segment(segment, FolderStorage(root, Full()))
+    assert not root.exists() or list((root / "trainer").iterdir()) == []

@@ -46,6 +46,9 @@ def test_a_script_written_for_it_saves_and_resumes(where, tmp_path):
     assert saved == [2, 4, 6]
     pai.finalize_easyckpt()
     assert {record.step for record in list_manifests(where)} >= {6}
+    logged = (tmp_path / "log").read_text()
+    assert "save_sealed" in logged
+    assert "flush_committed" in logged
     pai.initialize_easyckpt(2, 4, 5)
     again, optimizer, scheduler = parts(1)
     assert pai.load_checkpoint(again, optimizer, scheduler) == 6

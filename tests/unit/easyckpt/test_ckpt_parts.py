@@ -108,7 +108,7 @@ def test_a_part_of_one_node_does_not_hold_up_another(nodes, seal, tmp_path):
     folder = "trainer/l000-s000000001-e000"
     with Claims().held(storage, folder, part="r0") as one, Claims().held(storage, folder, part="r1") as other:
         assert (one.suffix, other.suffix) == ("", "")
-    storage.commit(folder, b"x")
+        storage.commit(folder, b"x")
     with pytest.raises(AlreadyFlushed), Claims().held(storage, folder, part="r0"):
         pass
 
