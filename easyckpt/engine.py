@@ -29,6 +29,7 @@ from easyckpt.flusher import Flusher
 from easyckpt.interval import Interval, Pace
 from easyckpt.layout import SegmentHeader, SegmentName, Version
 from easyckpt.lineage import History, advance, begin
+from easyckpt.marks import Every, Marks
 from easyckpt.restore import Restored, Restorer
 from easyckpt.saver import Saver
 from easyckpt.shardserver import Peer
@@ -65,10 +66,6 @@ class Checkpointer:
     _failure: BaseException | None = None
     _newest: Sealed | None = None
     _captured: walk.Capture | None = None
-    _last_marked: int | None = None
-    _owed: Version | None = None
-    """The save before, if it was to go to storage."""
-    _saves = 0
     _begun = False
     """Whether the lineage of what is saved was settled since the start or the last restore."""
     _closed = False
@@ -83,7 +80,7 @@ class Checkpointer:
         ranks: int = 1,
         folder: str | os.PathLike[str] | None = None,
         slots: int = 2,
-        flush_every: int | Literal["auto"] | None = 1,
+        flush_every: Every = 1,
         keep: int = 3,
         keep_every: int | None = None,
         mode: Literal["overlap", "copy", "protect"] = "overlap",
@@ -117,7 +114,7 @@ class Checkpointer:
         self._agreement = ranks_agree
         self._peers = tuple(peers)
         cap = Bandwidth(copy_bytes_per_second) if copy_bytes_per_second else None
-        self._flush_every = flush_every
+        self._marks = Marks(flush_every)
         self._on_sealed = on_sealed
         self.events = Events(on_event)
         self._pid = os.getpid()
@@ -177,10 +174,8 @@ class Checkpointer:
             if self._flusher is not None and self._flusher.awaits(slot.overwritten):
                 # It was to go to storage and nobody came for it in time: this one goes in its place.
                 marked, header = True, msgspec.structs.replace(header, flush=True)
-            self._saves += 1
             self._history = history
-            self._last_marked = step if marked else self._last_marked
-            self._owed = header.version if marked else None
+            self._marks.begun(header.version, marked=marked)
             self._saver.begin(header, slot, captured, started)
         self._pace.saw_stall(time.monotonic() - started)
         self._raise_failure()
@@ -286,7 +281,8 @@ class Checkpointer:
             self._history = History(lineage=header.lineage, step=header.step, rewinds=header.rewinds)
             if self._newest is None:
                 self._pace.resume(header.life)
-            self._saves, self._begun = 0, False
+            self._begun = False
+            self._marks.restart()
             if header.ranks == self.ranks:
                 self._saver.prepare_later(header)
         return filled
@@ -368,15 +364,10 @@ class Checkpointer:
             self._emit("begun_anew", self._history.version, text=text)
 
     def _is_flush_due(self, step: int) -> bool:
-        if self._flush_every is None:
-            return False
-        if self._owed is not None and (self._newest is None or self._newest.version != self._owed):
-            return True  # it was not sealed: this one goes in its place
-        if self._flush_every == "auto":
-            if (news := self._pace.news(time.monotonic())) is not None:
-                self._emit("interval_chosen", (0, step), text=f"a flush every {news.steps} steps: {news.reason}")
-            return self._last_marked is None or step >= self._last_marked + self.flush_interval.steps
-        return self._saves % self._flush_every == 0
+        if self._marks.follow_advice and (news := self._pace.news(time.monotonic())) is not None:
+            self._emit("interval_chosen", (0, step), text=f"a flush every {news.steps} steps: {news.reason}")
+        newest = self._newest.version if self._newest is not None else None
+        return self._marks.is_due(step, newest, lambda: self.flush_interval.steps)
 
     def _after_seal(self, path: Path, header: SegmentHeader) -> None:
         """Runs on the saving thread."""
