@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from easyckpt.adapters.randomness import RandomState
-    from easyckpt.engine import Checkpointer, Sealed
+    from easyckpt.engine import Checkpointer
+    from easyckpt.lineage import Sealed
     from easyckpt.restore import Restored
     from easyckpt.sources import Candidate
     from easyckpt.weights import read_weights
@@ -24,7 +25,7 @@ _HOMES = {
     "Checkpointer": "easyckpt.engine",
     "RandomState": "easyckpt.adapters.randomness",
     "Restored": "easyckpt.restore",
-    "Sealed": "easyckpt.engine",
+    "Sealed": "easyckpt.lineage",
     "read_weights": "easyckpt.weights",
 }
 

@@ -28,7 +28,7 @@ from easyckpt.events import Event, Events, Kind, Listener
 from easyckpt.flusher import Flusher
 from easyckpt.interval import Interval, Pace
 from easyckpt.layout import SegmentHeader, SegmentName, Version
-from easyckpt.lineage import History, advance, begin
+from easyckpt.lineage import History, Sealed, advance, begin
 from easyckpt.marks import Every, Marks
 from easyckpt.restore import Restored, Restorer
 from easyckpt.saver import Saver
@@ -41,23 +41,6 @@ from easyckpt.writeprotect import Shield
 
 WAIT_SECONDS = 600.0
 CLOSE_SECONDS = 300.0
-
-
-class Sealed(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot that is whole in this rank's memory."""
-
-    lineage: int
-    """Of the version."""
-    step: int
-    """Of the version."""
-    state_digest: str
-    """Over all tensors."""
-    chain: str
-    """Hash chain of the applied (step, batch digest) pairs."""
-
-    @property
-    def version(self) -> Version:
-        return (self.lineage, self.step)
 
 
 class Checkpointer:

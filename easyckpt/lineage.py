@@ -24,6 +24,23 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
         return (self.lineage, self.step)
 
 
+class Sealed(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot that is whole in this rank's memory."""
+
+    lineage: int
+    """Of the version."""
+    step: int
+    """Of the version."""
+    state_digest: str
+    """Over all tensors."""
+    chain: str
+    """Hash chain of the applied (step, batch digest) pairs."""
+
+    @property
+    def version(self) -> Version:
+        return (self.lineage, self.step)
+
+
 def begin(history: History, newest_known: Version | None) -> History:
     """Before the first save: what lies there and is newer than the state was left behind, by a choice or by starting anew."""
     if newest_known is None or newest_known <= history.version:
