@@ -85,7 +85,8 @@ class Trainers:
 class Crash:
     """Two nodes, a storage, and the rounds."""
 
-    def __init__(self, folder, seed):
+    def __init__(self, folder, seed, slots=2):
+        self._slots = slots
         self.run = Run(folder / "run", nodes=("node-0", "node-1"))
         self.figures = Figures()
         self._chance = random.Random(seed)
@@ -149,7 +150,7 @@ class Crash:
             {
                 "storage": str(self.run.places.storage), "folder": str(self.run.segments()), "reports": str(self._reports),
                 "agent": str(self.run.memory() / "agent.sock"), "peer": self._master.shards("node-1"),
-                "token": self.run.token, "only_restore": only_restore,
+                "token": self.run.token, "only_restore": only_restore, "slots": self._slots,
             }
         )  # fmt: skip
 

@@ -90,7 +90,7 @@ def train(task):
             say(HELD, event.step)
 
     checkpointer = Checkpointer(
-        task["storage"], folder=task["folder"], member="policy-0", role="policy", flush_every=3, on_event=hear,
+        task["storage"], folder=task["folder"], member="policy-0", role="policy", flush_every=3, on_event=hear, slots=task["slots"],
         on_sealed=lambda path, header: tell_agent(path, header, task["agent"]),
         peers=[Peer(tuple(task["peer"]), token=task["token"], timeout_seconds=5.0)],
     )  # fmt: skip
