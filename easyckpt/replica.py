@@ -231,15 +231,15 @@ class Incoming:
                 if path in _receiving or shm.living_writer(self._folder, path.name) is not None:
                     continue
                 with contextlib.suppress(OSError):
-                    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-                    prefix = _left_over(fd, prefix_bytes, nbytes)
+                    self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+                    prefix = _left_over(self._fd, prefix_bytes, nbytes)
                     if digest_bytes(prefix) == prefix_digest:
-                        self.path, self._fd = path, fd
+                        self.path = path
                         self._writer = shm.claim_writer(self._folder, path.name, wait_seconds=0)
                         _receiving.add(path)
-                        shm.allocate(fd, nbytes, str(path))
+                        shm.allocate(self._fd, nbytes, str(path))
                         return prefix
-                    os.close(fd)
+                self._close()
         return None
 
     def _open_slot(self, name: SegmentName, header: SegmentHeader) -> None:

@@ -210,8 +210,7 @@ class Saver:
     def ready(self, timeout_seconds: float, *, for_optimizer: bool = False) -> None:
         """Until everything may change, or what an optimizer's step changes."""
         job = self._job
-        done = job.copied if job is not None and for_optimizer else job.proven if job is not None else None
-        if job is not None and done is not None and not done.is_set():
+        if job is not None and not (done := job.copied if for_optimizer else job.proven).is_set():
             started = time.monotonic()
             job.copy.hurry = True
             if not done.wait(timeout_seconds):
